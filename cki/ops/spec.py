@@ -1,0 +1,91 @@
+"""OpSpec: one operation described once.
+
+The table says what goes in, what comes out, what is checked and how it is planned.  The eager functions of
+`cki.ops`, held plans, and every framework's registration are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cki.device import DeviceInfo
+from cki.dtypes import DType
+from cki.operand import Operand
+from cki.plan import Plan
+
+
+class Input(NamedTuple):
+    """A tensor argument."""
+
+    name: str
+    optional: bool = False
+
+
+class Attribute(NamedTuple):
+    """A compile- or plan-time value; `type` is bool, int, float, str or tuple."""
+
+    name: str
+    type: type
+    default: Any = None
+
+
+class OutputSpec(NamedTuple):
+    """Shape and element type of an output, always allocated row-major."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+
+@dataclass
+class Problem:
+    """The arguments of one call as a planner sees them: operands by name, attributes by name.
+
+    `reject` collects violations: a check names every broken rule, not only the first.
+    `hints` say what would pass.
+    """
+
+    operands: Mapping[str, Operand | None]
+    attributes: Mapping[str, Any]
+    violations: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Operand:
+        """A tensor that is present."""
+        operand = self.operands[name]
+        assert operand is not None, f"{name} is absent"
+        return operand
+
+    def get(self, name: str) -> Operand | None:
+        """A tensor, or None where an optional one was left out."""
+        return self.operands.get(name)
+
+    def attribute(self, name: str) -> Any:
+        """An attribute's value."""
+        return self.attributes[name]
+
+    def reject(self, violation: str, hint: str = "") -> None:
+        """Note one violated rule, e.g. `reject("weight has shape (3,), x's last axis is 4", "weight of shape (4,)")`."""
+        self.violations.append(violation)
+        if hint and hint not in self.hints:
+            self.hints.append(hint)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One operation.
+
+    check: notes every violated rule on the problem; runs once a problem, before anything else.
+    infer: the outputs in play, by name, in the order they are returned (shape rule; pure).
+    plan: the launches; gets the problem, the outputs as operands (slots named like the outputs, row-major unless
+        the caller gave `out=` of other strides) and the device.  Pure: no GPU needed.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    attributes: tuple[Attribute, ...]
+    outputs: tuple[str, ...]
+    check: Callable[[Problem], None]
+    infer: Callable[[Problem], Mapping[str, OutputSpec]]
+    plan: Callable[[Problem, Mapping[str, Operand], DeviceInfo], Plan]

@@ -1,0 +1,64 @@
+"""TensorView: what CKI knows of a tensor of any framework.  Made once, at the edge of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cki.dtypes import DType
+
+
+class DeviceId(NamedTuple):
+    """Where memory lies: ("cuda", index) or ("cpu", 0)."""
+
+    kind: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements, of a shape."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return tuple(strides)
+
+
+@dataclass(slots=True)
+class TensorView:
+    """A borrowed view of a tensor.
+
+    ptr: address of element [0, 0, ...] (byte offsets included; 0 for an empty tensor).
+    strides: in elements.  owner: the framework's tensor, kept so that the memory lives as long as the view.
+    """
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+    device: DeviceId
+    readonly: bool = False
+    owner: object = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        total = 1
+        for extent in self.shape:
+            total *= extent
+        return total
+
+    def is_contiguous(self) -> bool:
+        """Row-major and dense (strides of axes of extent 1 do not matter)."""
+        expected = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides)):
+            if extent != 1 and stride != expected:
+                return self.size == 0
+            expected *= extent
+        return True
