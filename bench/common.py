@@ -1,0 +1,327 @@
+"""What every benchmark shares: environment columns, timing, inputs that do not sit in the L2 cache, CSV.
+
+How a time is taken.  Kernel time is measured by CUDA events around replays of a captured graph that holds many
+calls, so that the host's launch cost is not in it; the calls walk through several copies of the inputs that
+together are larger than the L2 cache, so that every call reads from device memory.  The median over replays is
+the figure, with the 10th and 90th percentile beside it.  Host cost is a plain loop on the wall clock
+(`host_time`).
+
+A benchmark script is `bench/<family>.py` with a `main(argv)`; it builds rows with `row(...)` and ends with
+`write_csv("<family>", rows)`, which adds the environment to each row.  `bench/run.py` runs all of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+class Timing(NamedTuple):
+    """Microseconds a call: median, 10th and 90th percentile over replays."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+
+
+def require_gpu() -> None:
+    """Ends the program with a clear line when there is no CUDA GPU to measure on."""
+    try:
+        import cupy
+
+        if cupy.cuda.is_available():
+            return
+        reason = "no CUDA device is visible"
+    except ImportError:
+        reason = "CuPy is not installed (pip install cki-runtime[cuda13] or [cuda12])"
+    raise SystemExit(f"benchmarks measure a CUDA GPU: {reason}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def git_commit() -> str:
+    """Short hash of the checkout, with "+" when files differ from it; $CKI_COMMIT where there is no git."""
+    if given := os.environ.get("CKI_COMMIT"):
+        return given
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """The columns that say where a figure comes from: GPU, driver, CUDA, versions, commit."""
+    columns = {
+        "gpu": "",
+        "driver_cuda": "",
+        "nvrtc": "",
+        "cki": _version("cki-runtime"),
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cupy": _version("cupy-cuda13x") or _version("cupy-cuda12x") or _version("cupy"),
+        "torch": _version("torch"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    try:
+        import cupy
+
+        if cupy.cuda.is_available():
+            properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+            columns["gpu"] = properties["name"].decode()
+            columns["driver_cuda"] = _cuda_version(cupy.cuda.runtime.driverGetVersion())
+            columns["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    except ImportError:
+        columns["gpu"] = "none"
+    return columns
+
+
+def rotations(bytes_per_call: int, *, limit: int = 64) -> int:
+    """How many copies of the inputs keep each call out of the L2 cache: together over three times its size."""
+    import cupy
+
+    l2 = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["l2CacheSize"]
+    return int(min(limit, max(2, -(-3 * l2 // max(bytes_per_call, 1)))))
+
+
+def rotated(make: Callable[[int], Any], bytes_per_call: int, *, limit: int = 64) -> list[Any]:
+    """`make(i)` for each rotation: `inputs = rotated(lambda seed: (x(seed), out()), nbytes)`."""
+    return [make(index) for index in range(rotations(bytes_per_call, limit=limit))]
+
+
+def _summary(samples: Sequence[float]) -> Timing:
+    p10, median, p90 = np.percentile(np.asarray(samples, np.float64), [10, 50, 90])
+    return Timing(float(median), float(p10), float(p90))
+
+
+def graph_time(
+    call: Callable[..., object],
+    inputs: Sequence[Any],
+    *,
+    framework: str = "cupy",
+    calls: int | None = None,
+    replays: int = 30,
+) -> Timing:
+    """Device time of `call(*inputs[i])`, free of host cost and of the L2 cache.
+
+    call: launches on the current stream of `framework` ("cupy" or "torch") and allocates nothing there if it
+        can (pass `out=`).  It runs once over all inputs before the capture, which compiles and plans.
+    inputs: argument tuples, used in turn (see `rotated`).
+    calls: calls in one captured graph; default: enough for about 2 ms, a multiple of len(inputs).
+    replays: timed launches of the graph, after three that warm up.
+    """
+    for arguments in inputs:
+        call(*arguments)
+    if framework == "torch":
+        capture, start_stop = _capture_torch, _events_torch
+    else:
+        capture, start_stop = _capture_cupy, _events_cupy
+    if calls is None:
+        once = capture(call, inputs, len(inputs))
+        start_stop(once)
+        guess_us = max(min(start_stop(once) for _ in range(3)) / len(inputs), 0.5)
+        calls = len(inputs) * max(1, min(2000, round(2000 / guess_us)) // len(inputs))
+    replay = capture(call, inputs, calls)
+    for _ in range(3):
+        start_stop(replay)
+    return _summary([start_stop(replay) / calls for _ in range(replays)])
+
+
+def _capture_cupy(call: Callable[..., object], inputs: Sequence[Any], calls: int) -> Callable[[], object]:
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    kept = []
+    with stream:
+        stream.synchronize()
+        stream.begin_capture()
+        for index in range(calls):
+            kept.append(call(*inputs[index % len(inputs)]))  # arrays made during capture live as long as the graph
+        graph = stream.end_capture()
+        graph.upload(stream)
+        stream.synchronize()
+
+    def replay(graph: Any = graph, stream: Any = stream, kept: list[object] = kept) -> object:
+        with stream:
+            graph.launch(stream)
+        return stream
+
+    return replay
+
+
+def _events_cupy(replay: Callable[[], object]) -> float:
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    stream: Any = replay.__defaults__[1]  # type: ignore[attr-defined]
+    start.record(stream)
+    replay()
+    stop.record(stream)
+    stop.synchronize()
+    return float(cupy.cuda.get_elapsed_time(start, stop)) * 1e3
+
+
+def _capture_torch(call: Callable[..., object], inputs: Sequence[Any], calls: int) -> Callable[[], object]:
+    import torch
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(calls):
+            call(*inputs[index % len(inputs)])
+    return graph.replay  # type: ignore[no-any-return]
+
+
+def _events_torch(replay: Callable[[], object]) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    replay()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3
+
+
+def host_time(
+    call: Callable[[], object],
+    *,
+    calls: int = 200,
+    repeats: int = 30,
+    synchronize: Callable[[], object] | None = None,
+) -> Timing:
+    """Host microseconds of `call()` in a steady-state loop.
+
+    calls: calls in one timed loop, few enough that the device's launch queue (about 1000) never fills.
+    synchronize: drains the device between loops, outside the timed part; default: CuPy's device synchronize.
+    """
+    if synchronize is None:
+        import cupy
+
+        synchronize = cupy.cuda.Device().synchronize
+    for _ in range(calls):
+        call()
+    samples = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - start) / calls * 1e6)
+    synchronize()
+    return _summary(samples)
+
+
+def copy_rate(nbytes: int = 1 << 28) -> float:
+    """GB/s of a device-to-device copy (bytes read plus written), the yardstick for memory-bound kernels.
+
+    It is the best of CuPy's memcpy and a plain element copy kernel, both by `graph_time`."""
+    import cupy
+
+    def make(_: int) -> tuple[Any, Any]:
+        return cupy.ones(nbytes // 4, cupy.float32), cupy.empty(nbytes // 4, cupy.float32)
+
+    inputs = rotated(make, 2 * nbytes, limit=4)
+
+    def memcpy(source: Any, target: Any) -> None:
+        target.data.copy_from_device_async(source.data, nbytes, cupy.cuda.get_current_stream())
+
+    def kernel(source: Any, target: Any) -> None:
+        cupy.add(source, 0, out=target)
+
+    fastest = min(graph_time(copy, inputs).median_us for copy in (memcpy, kernel))
+    return 2 * nbytes / fastest / 1e3
+
+
+def row(
+    op: str,
+    problem: str,
+    dtype: str,
+    implementation: str,
+    timing: Timing | float,
+    *,
+    nbytes: float | None = None,
+    flops: float | None = None,
+    **extra: object,
+) -> dict[str, object]:
+    """One line of a result file.
+
+    problem: the shape in words, e.g. "rows=16384 width=4096".  implementation: "cki", "torch", ...
+    timing: microseconds.  nbytes: bytes that must move; gives GB/s.  flops: gives TFLOP/s.
+    """
+    measured = timing if isinstance(timing, Timing) else Timing(timing, timing, timing)
+    line: dict[str, object] = {
+        "op": op,
+        "problem": problem,
+        "dtype": dtype,
+        "implementation": implementation,
+        "median_us": round(measured.median_us, 3),
+        "p10_us": round(measured.p10_us, 3),
+        "p90_us": round(measured.p90_us, 3),
+        "gb_per_s": "" if nbytes is None else round(nbytes / measured.median_us / 1e3, 1),
+        "tflop_per_s": "" if flops is None else round(flops / measured.median_us / 1e6, 2),
+    }
+    line.update(extra)
+    return line
+
+
+def results_dir() -> Path:
+    """Where CSV files go: $CKI_BENCH_OUT, else bench/results."""
+    return Path(os.environ.get("CKI_BENCH_OUT") or RESULTS)
+
+
+def write_csv(name: str, rows: Sequence[Mapping[str, object]], folder: Path | None = None) -> Path:
+    """Writes `<folder>/<name>.csv`, one line a row, environment columns last, and prints the rows as a table."""
+    if not rows:
+        raise ValueError(f"benchmark {name!r} measured nothing")
+    folder = folder or results_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(column for line in rows for column in line))
+    path = folder / f"{name}.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*columns, *environment()], restval="")
+        writer.writeheader()
+        for line in rows:
+            writer.writerow({**line, **environment()})
+    print_table(rows, columns)
+    print(f"wrote {path}")
+    return path
+
+
+def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
+    """The rows as aligned text."""
+    cells = [[str(line.get(column, "")) for column in columns] for line in rows]
+    widths = [max(len(text) for text in column) for column in zip(columns, *cells)]
+    for line in (columns, *cells):
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
+    sys.stdout.flush()
