@@ -1,0 +1,97 @@
+// One thread block while it runs, and the group of blocks that are resident together.
+#pragma once
+#include <memory>
+#include <semaphore.h>
+#include <vector>
+
+#include "barrier.h"
+#include "checks.h"
+#include "hazard.h"
+#include "pending.h"
+#include "random.h"
+#include "report.h"
+#include "shared_window.h"
+#include "thread.h"
+#include "types.h"
+#include "warp.h"
+
+namespace cki::sim {
+
+struct Block;
+struct Group;
+struct Launch;
+class RaceDetector;
+
+// What an engine keeps for one block; see engine.h.
+struct EngineState {
+  virtual ~EngineState() = default;
+  virtual void block_start(Block&) {}             // before the engine's first use in a block
+  virtual void thread_exit(Block&, Thread&) {}    // a thread returned from the kernel: report what it left unfinished
+  virtual void block_end(Block&) {}               // every thread of the block has exited (not called after a fatal error)
+};
+
+constexpr int kMaxEngines = 16;
+int allocate_engine_slot();
+
+struct Block {
+  struct EngineSlot {
+    std::unique_ptr<EngineState> state;
+    u64 serial = 0;
+  };
+
+  Group* group = nullptr;
+  cki_sim_block_view view{};
+  u32 rank = 0;                       // within the group; for a cluster launch this is the rank in the cluster
+  u64 serial = 0;                     // differs for every block that was ever run
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  NamedBarrier barriers[kNamedBarriers];
+  SharedWindow window;
+  InFlight in_flight;
+  EngineSlot engines[kMaxEngines];
+  u32 live = 0;                       // threads that have not exited
+
+  // The scheduler's.
+  u32 ready[kMaxWarps] = {};          // lanes that can run, for each warp
+  u32 ready_warps = 0;                // warps with such lanes
+  u32 last_warp = 0;
+  u32 warp_priority[kMaxWarps] = {};
+  u32 priority = 0;
+  std::vector<u32> polling;           // indices of threads that wait for memory to change
+  std::vector<u8*> stacks;
+  Fiber main;                         // the OS thread's own context
+  sem_t baton;                        // posted when this block's OS thread shall run
+
+  Block() { sem_init(&baton, 0, 0); }
+  u32 thread_count() const { return static_cast<u32>(threads.size()); }
+};
+
+// Blocks that are resident together: one block, a cluster, or a whole cooperative grid. Each block has an OS thread (its
+// shared memory is that thread's thread-local storage), but only the holder of the baton runs: a schedule depends on the
+// seed alone.
+struct Group {
+  Launch* launch = nullptr;
+  u64 index = 0;
+  std::vector<Block*> blocks;
+  Checks checks;
+  Random random;
+  Report report;
+  PendingOperations pending;
+  std::unique_ptr<RaceDetector> races;    // null unless the launch asked for race checks
+  u32 cluster_size = 1;
+
+  enum class Policy { RunToBlock, Uniform, RandomPriorities, StrictPriorities };
+  Policy policy = Policy::RunToBlock;
+  u32 live = 0;
+  u32 polling = 0;
+  u32 poll_rounds = 0;                // since somebody last did anything but poll
+  u64 switches = 0;
+  bool finished = false;              // every thread has exited, or the launch was abandoned
+  bool aborted = false;
+  Thread* next = nullptr;             // whom the receiver of the baton shall run
+  u32 slot = 0;                       // of the launch's poll watch
+
+  Block& peer(u32 rank) { return *blocks[rank]; }
+};
+
+}  // namespace cki::sim

@@ -1,0 +1,36 @@
+// Who runs: the current thread, waiting and waking, yielding, polling. Threads change only inside these functions.
+#pragma once
+#include "block.h"
+
+namespace cki::sim {
+
+inline Thread& current_thread() { return *reinterpret_cast<Thread*>(cki_sim_thread); }
+inline Block& current_block() { return *current_thread().block; }
+inline Group& current_group() { return *current_block().group; }
+inline bool inside_kernel() { return cki_sim_thread != nullptr; }   // false on the host, and while pending work completes
+
+// Blocks the current thread until wake(). Whoever wakes it may first leave a value in its `result`.
+// The condition is the caller's business: `while (!ready()) { waiters.push_back(&thread); wait({...}); }`.
+void wait(const Wait& wait);
+void wake(Thread& thread);
+
+// Lets another thread run, if the schedule has one; the current thread stays runnable.
+void yield();
+
+// In adversarial mode yields now and then. Instructions that others can observe call it first.
+void jitter();
+
+// A look at memory that another thread or block shall change: runs everybody else before the next look, and reports a
+// deadlock when nobody does anything but poll.
+void yield_poll(CallSite site);
+
+// Anything that another poller could be waiting for has happened (a store with release, an atomic, ...).
+void note_progress();
+
+// Runs the block group to its end on the calling OS thread; called once for each block of the group.
+void run_block(Block& block, bool starts);
+
+// Ends the group at once; used by fatal().
+[[noreturn]] void abandon_group(Group& group);
+
+}  // namespace cki::sim

@@ -1,0 +1,36 @@
+// Warp-wide operations: a rendezvous of the lanes named by a mask. The last lane to arrive computes for all.
+#pragma once
+#include "types.h"
+
+namespace cki::sim {
+
+struct Thread;
+
+// One operation that some lanes of a warp have reached.
+struct WarpOperation {
+  u32 mask = 0;          // lanes that take part
+  u32 arrived = 0;       // of those, who is here; 0 = this entry is free
+  int kind = 0;
+  CallSite site = nullptr;
+  u64 value[kWarpSize];
+  u32 argument[kWarpSize];
+  void* pointer[kWarpSize];
+};
+
+struct Warp {
+  WarpOperation pending[4];   // disjoint masks can be open at once; more than four at a time are reported
+  u32 lanes = 0;              // lanes that exist
+  u32 exited = 0;             // lanes that have returned from the kernel: no operation waits for them
+};
+
+// Computes the operation for all lanes of its mask; runs on the last lane that arrives. Leaves results through the lanes'
+// pointers, or in `result` of their Thread.
+using CompleteWarpOperation = void (*)(Thread& last, WarpOperation& operation);
+
+// Joins the operation of kind `kind` for `mask` and returns when it is complete. Overlapping masks, a caller outside its
+// mask, and different kinds in one mask are fatal. Engines take kinds from CKI_SIM_WARP_OPERATIONS + n on (mma, ldmatrix, ...);
+// `name` is for the deadlock report. The returned value is the thread's `result`.
+u64 warp_rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 value, u32 argument, void* pointer,
+                    CompleteWarpOperation complete);
+
+}  // namespace cki::sim
