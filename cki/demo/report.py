@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from cki.demo.minilm import INSTALL, Array, MissingPackageError
 
-#: Colours of the heat map at similarity 0 (and below), 1/3, 2/3 and 1: one hue, so that it also reads in grey.
+#: Colours of the heat map at similarity 0 (and below), 1/3, 2/3 and 1: one hue, readable in grey too.
 COLOURS = ((247, 251, 255), (158, 202, 225), (49, 130, 189), (8, 48, 107))
 CELL, MARGIN, LABEL_WIDTH = 84, 24, 400
 

