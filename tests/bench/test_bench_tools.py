@@ -1,0 +1,98 @@
+"""Result files, charts and the runner; the timing itself needs a GPU."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import common
+    import plot
+    import run
+
+    yield common, plot, run
+    for name in ("common", "plot", "run"):
+        sys.modules.pop(name)
+
+
+def test_row_computes_rates(tools):
+    common, _, _ = tools
+    line = common.row("norm", "rows=4", "bf16", "cki", common.Timing(10.0, 9.0, 12.0), nbytes=1e6, flops=2e7)
+    assert (line["gb_per_s"], line["tflop_per_s"]) == (100.0, 2.0)  # 1 MB and 20 MFLOP in 10 us
+    assert (line["p10_us"], line["p90_us"]) == (9.0, 12.0)
+
+
+def test_csv_carries_the_environment(tools, tmp_path, capsys):
+    common, _, _ = tools
+    rows = [
+        common.row("a", "n=1", "f32", "cki", 3.0),
+        common.row("a", "n=2", "f32", "cki", 4.0, registers=40),
+    ]
+    path = common.write_csv("family", rows, tmp_path / "deep")
+    with path.open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [line["median_us"] for line in read] == ["3.0", "4.0"]
+    assert [line["registers"] for line in read] == ["", "40"]
+    assert {"gpu", "driver_cuda", "nvrtc", "commit", "torch"} <= read[0].keys()
+    assert "n=2" in capsys.readouterr().out
+
+
+def test_measuring_nothing_is_an_error(tools, tmp_path):
+    common, _, _ = tools
+    with pytest.raises(ValueError, match="measured nothing"):
+        common.write_csv("family", [], tmp_path)
+
+
+def test_commit_may_be_given(tools, monkeypatch):
+    common, _, _ = tools
+    monkeypatch.setenv("BENCH_COMMIT", "abc123")
+    assert common.git_commit() == "abc123"
+
+
+def test_host_time_is_in_microseconds(tools):
+    common, _, _ = tools
+    import time
+
+    timing = common.host_time(lambda: time.sleep(0.001), calls=2, repeats=3, synchronize=lambda: None)
+    assert 1000 <= timing.p10_us <= timing.median_us <= timing.p90_us < 100_000
+
+
+def test_bars_are_in_proportion(tools, tmp_path):
+    common, plot, _ = tools
+    rows = [
+        common.row("norm", "rows<4", "f32", "cki", 10.0, nbytes=2e6),
+        common.row("norm", "rows<4", "f32", "torch", 20.0, nbytes=2e6),
+    ]
+    common.write_csv("norm", rows, tmp_path)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (drawn,) = plot.draw_all(tmp_path)
+    root = ElementTree.parse(drawn).getroot()
+    widths = [float(bar.get("width")) for bar in root.iter("{http://www.w3.org/2000/svg}rect")][-2:]
+    assert widths[0] == pytest.approx(2 * widths[1])
+    assert "GB/s" in drawn.read_text()
+
+
+def test_runner_names_unknown_families(tools, capsys):
+    _, _, run = tools
+    with pytest.raises(SystemExit):
+        run.main(["no_such_family"])
+    assert "no benchmark named no_such_family" in capsys.readouterr().err
+
+
+def test_runner_reports_failures(tools, tmp_path, capfd):
+    _, _, run = tools
+    (tmp_path / "bad.py").write_text("raise SystemExit(3)")
+    (tmp_path / "good.py").write_text("import os; print('to', os.environ['BENCH_OUT'])")
+    assert run.families(tmp_path) == ["bad", "good"]
+    assert not run.run_family("bad", tmp_path, tmp_path)
+    assert run.run_family("good", tmp_path, tmp_path)
+    assert f"to {tmp_path}" in capfd.readouterr().out
