@@ -6,8 +6,8 @@ that together are larger than the L2 cache, so that every call reads from device
 replays is the figure, with the 10th and 90th percentile beside it.  Host cost is a plain loop on the wall
 clock (`host_time`).
 
-A benchmark script is `bench/<family>.py`, which says `import common` and runs by itself; it builds rows with `row(...)` and ends with
-`write_csv("<family>", rows)`, which adds the environment to each row.  `bench/run.py` runs all of them.
+A benchmark script is `bench/<family>.py`: it says `import common` and runs by itself, builds rows with `row(...)`
+and ends with `write_csv("<family>", rows)`, which adds the environment to each row.  `bench/run.py` runs all.
 """
 
 from __future__ import annotations
