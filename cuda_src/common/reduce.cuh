@@ -39,35 +39,48 @@ __device__ __forceinline__ float warp_max(float value) {
   return warp_reduce<Max, Lanes>(value);
 }
 
-// Over a block of `Warps` warps; every thread of the block must call it. It holds one __syncthreads, between writing and
-// reading `scratch` (shared memory). A second reduction may start at once in another scratch; the same scratch may be used
-// again after any later __syncthreads: two scratches used in turn need no barrier besides the reductions' own.
-template <typename Operation, int Warps>
-__device__ __forceinline__ float block_reduce(float value, float (&scratch)[Warps]) {
+// Over a block of `Warps` warps, N values at a time; every thread of the block must call it. It holds one __syncthreads,
+// between writing and reading `scratch` (shared memory). A second reduction may start at once in another scratch; the same
+// scratch may be used again after any later __syncthreads: two scratches used in turn need no barrier besides the
+// reductions' own.
+template <typename Operation, int N, int Warps>
+__device__ __forceinline__ void block_reduce(float (&values)[N], float (&scratch)[N][Warps]) {
   static_assert(Warps >= 1 && Warps <= 32, "at most 1024 threads");
   const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-  value = warp_reduce<Operation>(value);
-  if constexpr (Warps == 1) return value;
-  if (thread % 32 == 0) scratch[thread / 32] = value;
-  __syncthreads();
-  if constexpr (Warps <= 8) {  // few parts: broadcast reads cost less than a second butterfly
-    value = scratch[0];
 #pragma unroll
-    for (int i = 1; i < Warps; ++i) value = Operation::combine(value, scratch[i]);
-    return value;
+  for (int n = 0; n < N; ++n) {
+    values[n] = warp_reduce<Operation>(values[n]);
+    if (thread % 32 == 0) scratch[n][thread / 32] = values[n];
   }
-  value = thread % 32 < Warps ? scratch[thread % 32] : Operation::identity();
-  return warp_reduce<Operation>(value);
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    if constexpr (Warps <= 8) {  // few parts: broadcast reads cost less than a second butterfly
+      values[n] = scratch[n][0];
+#pragma unroll
+      for (int warp = 1; warp < Warps; ++warp) values[n] = Operation::combine(values[n], scratch[n][warp]);
+    } else {
+      values[n] = thread % 32 < Warps ? scratch[n][thread % 32] : Operation::identity();
+      values[n] = warp_reduce<Operation>(values[n]);
+    }
+  }
+}
+
+template <typename Operation, int Warps>
+__device__ __forceinline__ float block_reduce(float value, float (&scratch)[1][Warps]) {
+  float values[1] = {value};
+  block_reduce<Operation>(values, scratch);
+  return values[0];
 }
 
 template <int Warps>
-__device__ __forceinline__ float block_sum(float value, float (&scratch)[Warps]) {
-  return block_reduce<Sum, Warps>(value, scratch);
+__device__ __forceinline__ float block_sum(float value, float (&scratch)[1][Warps]) {
+  return block_reduce<Sum>(value, scratch);
 }
 
 template <int Warps>
-__device__ __forceinline__ float block_max(float value, float (&scratch)[Warps]) {
-  return block_reduce<Max, Warps>(value, scratch);
+__device__ __forceinline__ float block_max(float value, float (&scratch)[1][Warps]) {
+  return block_reduce<Max>(value, scratch);
 }
 
 }  // namespace cki
