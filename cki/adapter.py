@@ -21,7 +21,7 @@ The order of a call:
     -- on a plan-cache miss: require_valid(adapter, names, tensors), then adapter.view(t) for each --
     outputs = adapter.empty(shape, dtype, like, stream);  adapter.pointer(output)
     launch on `stream`, or on adapter.stream(device_index) when the caller named none
-    if not adapter.direct: outputs = adapter.finish(outputs, stream, device)
+    if not adapter.direct: outputs = adapter.finish(outputs, tensors, stream, device)
 """
 
 from __future__ import annotations
@@ -91,10 +91,13 @@ class Adapter(ABC):
         """
         return list(tensors)
 
-    def finish(self, outputs: Sequence[Any], stream: int, device: DeviceId) -> list[Any]:
+    def finish(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], stream: int, device: DeviceId
+    ) -> list[Any]:
         """Indirect adapters: what the caller gets for outputs that `empty` made, after the launch on `stream`.
 
-        Where the framework cannot wait for our stream this blocks until the work is done.
+        inputs: what `begin` returned; kept alive until the work is done.  Where the framework cannot wait for our
+        stream this blocks until then.
         """
         return list(outputs)
 
@@ -132,15 +135,19 @@ def adapter_of(tensor: Any, name: str = "tensor") -> Adapter:
 
 def _resolve(tensor: Any, name: str) -> Adapter:
     cls = type(tensor)
-    module = next((m for base in cls.__mro__ if (m := _FRAMEWORKS.get(base.__module__.partition(".")[0]))), None)
-    if module is None and cls is not TensorView:
-        if not hasattr(cls, "__dlpack__") and getattr(tensor, "__cuda_array_interface__", None) is None:
+    module = next(
+        (m for base in cls.__mro__ if (m := _FRAMEWORKS.get(base.__module__.partition(".")[0]))), None
+    )
+    if module is None:
+        shows_memory = (
+            hasattr(cls, "__dlpack__") or getattr(tensor, "__cuda_array_interface__", None) is not None
+        )
+        if not shows_memory and cls is not TensorView:
             raise InvalidTypeError(
                 f"{name} is of type {type_name(cls)}, which is no tensor that CKI can read",
                 hint="an array of NumPy, CuPy, PyTorch, TensorFlow or JAX, or any object with __dlpack__ or "
                 "__cuda_array_interface__",
             )
-    if module is None:
         module = "pycuda"
     adapter: Adapter = importlib.import_module(f"cki.adapters.{module}").adapter_for(cls, name)
     BY_TYPE[cls] = adapter
@@ -171,11 +178,15 @@ def common_device(names: Sequence[str], views: Sequence[TensorView | None]) -> D
     device = found[0][1]
     if any(other != device for _, other in found):
         listed = ", ".join(f"{name} is on {other}" for name, other in found)
-        raise InvalidArgumentError(f"tensors on different devices: {listed}", hint="all tensors on one device")
+        raise InvalidArgumentError(
+            f"tensors on different devices: {listed}", hint="all tensors on one device"
+        )
     return device
 
 
-def require_valid(adapter: Adapter, names: Sequence[str], tensors: Sequence[Any], *, output: bool = False) -> None:
+def require_valid(
+    adapter: Adapter, names: Sequence[str], tensors: Sequence[Any], *, output: bool = False
+) -> None:
     """Raise `InvalidTypeError` with every violation that the adapter's `check` finds (None is skipped)."""
     problems = [
         problem

@@ -1,0 +1,157 @@
+"""CuPy arrays, and the few CUDA runtime calls that the other adapters share.
+
+Outputs come from CuPy's current allocator, kernels run on CuPy's current stream of the arrays' device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Any
+
+import cupy
+from cupy.cuda import ExternalStream, get_current_stream, runtime
+
+from cki import dtypes
+from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.dtypes import DType
+from cki.errors import InvalidTypeError
+from cki.tensor import DeviceId, TensorView
+
+
+class CupyAdapter(Adapter):
+    """Arrays of any strides that are not negative; bfloat16 and float8 through ml_dtypes."""
+
+    name = "cupy"
+
+    def signature(self, tensor: cupy.ndarray) -> tuple[int, Hashable]:
+        data = tensor.data
+        pointer = data.ptr
+        return pointer, (tensor.shape, tensor.strides, tensor.dtype, data.device_id, ALIGNMENT[pointer & 15])
+
+    def check(self, tensor: cupy.ndarray, name: str = "tensor", output: bool = False) -> list[str]:
+        problems = []
+        dtype = tensor.dtype
+        if not dtype.isnative:
+            problems.append(f"{name} is of dtype {dtype.str}, foreign byte order; the GPU is little-endian")
+        else:
+            try:
+                dtypes.from_numpy(dtype)
+            except InvalidTypeError:
+                problems.append(
+                    f"{name} is of dtype {dtype}, which has no kernels; one of {dtypes.known_names()}"
+                )
+        if tensor.size:
+            walked = [stride for extent, stride in zip(tensor.shape, tensor.strides) if extent > 1]
+            if any(stride < 0 for stride in walked):
+                problems.append(
+                    f"{name} has negative strides {tensor.strides}; cupy.ascontiguousarray({name}) has none"
+                )
+            elif any(stride % dtype.itemsize for stride in walked):
+                problems.append(
+                    f"{name} has strides {tensor.strides} that are not multiples of its {dtype.itemsize}-byte "
+                    f"elements; cupy.ascontiguousarray({name}) has such"
+                )
+        return problems
+
+    def view(self, tensor: cupy.ndarray) -> TensorView:
+        dtype = dtypes.from_numpy(tensor.dtype)
+        shape = tensor.shape
+        strides = canonical_strides(shape, tuple(stride // dtype.itemsize for stride in tensor.strides))
+        pointer = tensor.data.ptr if tensor.size else 0
+        return TensorView(
+            pointer, shape, strides, dtype, DeviceId("cuda", tensor.data.device_id), False, tensor
+        )
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: DType, like: Any, stream: int | None = None
+    ) -> cupy.ndarray:
+        index = like.device.index if type(like) is TensorView else like.data.device_id
+        return device_empty(shape, dtype, index, stream)
+
+    def pointer(self, output: cupy.ndarray) -> int:
+        return int(output.data.ptr)
+
+    def stream(self, device_index: int) -> int:
+        return int(get_current_stream(device_index).ptr)
+
+
+def device_empty(
+    shape: tuple[int, ...], dtype: DType, device_index: int, stream: int | None = None
+) -> cupy.ndarray:
+    """An uninitialised array on a GPU, from CuPy's current allocator, safe to write on `stream` (None: the current)."""
+    if runtime.getDevice() == device_index and stream is None:
+        return cupy.ndarray(shape, dtype.numpy)
+    with cupy.cuda.Device(device_index):
+        if stream is None:
+            return cupy.ndarray(shape, dtype.numpy)
+        with ExternalStream(
+            stream, device_index
+        ):  # the pool reuses memory in the order of its current stream
+            return cupy.ndarray(shape, dtype.numpy)
+
+
+def synchronize(stream: int, device_index: int) -> None:
+    """Block until all work on a stream is done."""
+    with cupy.cuda.Device(device_index):
+        runtime.streamSynchronize(stream)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream records a graph (no waiting is allowed then).  Handles 0 and 1 cannot."""
+    return stream > 1 and bool(runtime.streamIsCapturing(stream))
+
+
+def order_after(consumer: int, producer: int, device_index: int) -> None:
+    """Make stream `consumer` wait for the work that is now on stream `producer`; the host does not wait."""
+    if max(consumer, 1) == max(producer, 1) or is_capturing(consumer) or is_capturing(producer):
+        return
+    with cupy.cuda.Device(device_index):
+        event = cupy.cuda.Event(disable_timing=True)
+        runtime.eventRecord(event.ptr, producer)
+        runtime.streamWaitEvent(consumer, event.ptr)
+
+
+def device_of_pointer(pointer: int) -> int:
+    """The GPU on which an address lies (the current one for a null pointer)."""
+    return int(runtime.pointerGetAttributes(pointer).device) if pointer else int(runtime.getDevice())
+
+
+class KeepAlive:
+    """Holds objects until the work that was on a stream at the time is done, without waiting for it.
+
+    For producers that free memory without regard to our stream.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Any, object]] = deque()
+
+    def hold(self, owners: object, stream: int, device_index: int) -> None:
+        """Keep `owners` until the stream has passed this point.  During capture the graph's user keeps them."""
+        self.release()
+        if is_capturing(stream):
+            return
+        with cupy.cuda.Device(device_index):
+            event = cupy.cuda.Event(disable_timing=True)
+            runtime.eventRecord(event.ptr, stream)
+        self._held.append((event, owners))
+
+    def release(self) -> None:
+        """Let go of what is no longer needed."""
+        while self._held and self._held[0][0].done:
+            try:
+                self._held.popleft()
+            except IndexError:  # another thread was faster
+                return
+
+
+def adapter_for(cls: type, name: str) -> Adapter:
+    """The adapter for `cupy.ndarray` and its subclasses (sparse matrices are another type, and refused)."""
+    if not issubclass(cls, cupy.ndarray):
+        raise InvalidTypeError(
+            f"{name} is a {type_name(cls)}, not a cupy.ndarray", hint="a dense cupy.ndarray"
+        )
+    return _ADAPTER
+
+
+_ADAPTER = CupyAdapter()

@@ -1,0 +1,102 @@
+"""NumPy arrays: the simulated device's own tensors, used in place."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from cki import dtypes
+from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.dtypes import DType
+from cki.errors import InvalidTypeError
+from cki.tensor import DeviceId, TensorView
+
+_CPU = DeviceId("cpu", 0)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: DType, alignment: int = 64) -> np.ndarray:
+    """An uninitialised array whose address is a multiple of `alignment` bytes.
+
+    NumPy itself promises 16.  64 makes outputs alike on every host, and XLA adopts such memory without a copy.
+    """
+    nbytes = dtype.itemsize
+    for extent in shape:
+        nbytes *= extent
+    buffer = np.empty(nbytes + alignment, np.uint8)
+    start = -buffer.__array_interface__["data"][0] % alignment
+    return buffer[start : start + nbytes].view(dtype.numpy).reshape(shape)
+
+
+class NumpyAdapter(Adapter):
+    """Arrays of any strides that are not negative, native byte order, bfloat16 and float8 through ml_dtypes."""
+
+    name = "numpy"
+
+    def signature(self, tensor: np.ndarray) -> tuple[int, Hashable]:
+        pointer = tensor.__array_interface__["data"][0]
+        return pointer, (
+            tensor.shape, tensor.strides, tensor.dtype, tensor.flags.writeable, ALIGNMENT[pointer & 15],
+        )  # fmt: skip
+
+    def check(self, tensor: np.ndarray, name: str = "tensor", output: bool = False) -> list[str]:
+        problems = []
+        dtype = tensor.dtype
+        if not dtype.isnative:
+            native = dtype.newbyteorder("=")
+            problems.append(
+                f"{name} is of dtype {dtype.str}, foreign byte order; {name}.astype({native.name!r}) is native"
+            )
+        else:
+            try:
+                dtypes.from_numpy(dtype)
+            except InvalidTypeError:
+                problems.append(
+                    f"{name} is of dtype {dtype}, which has no kernels; one of {dtypes.known_names()}"
+                )
+        if tensor.size:
+            walked = [stride for extent, stride in zip(tensor.shape, tensor.strides) if extent > 1]
+            if any(stride < 0 for stride in walked):
+                problems.append(
+                    f"{name} has negative strides {tensor.strides}; numpy.ascontiguousarray({name}) has none"
+                )
+            elif any(stride % dtype.itemsize for stride in walked):
+                problems.append(
+                    f"{name} has strides {tensor.strides} that are not multiples of its {dtype.itemsize}-byte "
+                    f"elements; numpy.ascontiguousarray({name}) has such"
+                )
+        if output and not tensor.flags.writeable:
+            problems.append(f"{name} is read-only; an output needs a writable array")
+        return problems
+
+    def view(self, tensor: np.ndarray) -> TensorView:
+        dtype = dtypes.from_numpy(tensor.dtype)
+        shape = tensor.shape
+        strides = tuple(stride // dtype.itemsize for stride in tensor.strides)
+        pointer = tensor.__array_interface__["data"][0] if tensor.size else 0
+        readonly = not tensor.flags.writeable
+        return TensorView(pointer, shape, canonical_strides(shape, strides), dtype, _CPU, readonly, tensor)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, like: Any, stream: int | None = None) -> np.ndarray:
+        return aligned_empty(shape, dtype)
+
+    def pointer(self, output: np.ndarray) -> int:
+        return int(output.__array_interface__["data"][0])
+
+    def stream(self, device_index: int) -> int:
+        return 0
+
+
+def adapter_for(cls: type, name: str) -> Adapter:
+    """The adapter for `numpy.ndarray`, its plain subclasses and `memmap`; masked arrays and scalars are refused."""
+    if issubclass(cls, np.ma.MaskedArray):
+        raise InvalidTypeError(
+            f"{name} is a masked array", hint=f"{name}.filled(value), and the mask as its own argument"
+        )
+    if not issubclass(cls, np.ndarray):
+        raise InvalidTypeError(f"{name} is a {type_name(cls)}, not an array", hint=f"numpy.asarray({name})")
+    return _ADAPTER
+
+
+_ADAPTER = NumpyAdapter()

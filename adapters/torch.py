@@ -1,0 +1,145 @@
+"""PyTorch tensors, on the GPU and (for the simulated device) on the CPU.
+
+Tensors are read by attributes (under 1 us), outputs come from `torch.empty`, kernels run on torch's current
+stream.  So PyTorch's own rules for stream order, memory reuse and graph capture hold unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from cki import dtypes
+from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.dtypes import DType
+from cki.errors import InvalidTypeError
+from cki.tensor import DeviceId, TensorView
+
+_NAMES = {
+    "float64": dtypes.f64, "float32": dtypes.f32, "float16": dtypes.f16, "bfloat16": dtypes.bf16,
+    "float8_e4m3fn": dtypes.e4m3, "float8_e5m2": dtypes.e5m2,
+    "int64": dtypes.i64, "int32": dtypes.i32, "int16": dtypes.i16, "int8": dtypes.i8,
+    "uint64": dtypes.u64, "uint32": dtypes.u32, "uint16": dtypes.u16, "uint8": dtypes.u8, "bool": dtypes.bool_,
+}  # fmt: skip
+_FROM_TORCH = {getattr(torch, name): dtype for name, dtype in _NAMES.items() if hasattr(torch, name)}
+_TO_TORCH = {dtype.name: torch_dtype for torch_dtype, dtype in _FROM_TORCH.items()}
+_CPU = torch.device("cpu")
+
+# Absent in CPU builds.  torch.cuda.current_stream() makes a Stream object, which takes 40 times as long.
+_current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class TorchAdapter(Adapter):
+    """Strided tensors of every dtype that has kernels; `torch.nn.Parameter` under no_grad or inference mode."""
+
+    name = "torch"
+
+    def signature(self, tensor: torch.Tensor) -> tuple[int, Hashable]:
+        try:
+            pointer = tensor.data_ptr()
+            return pointer, (
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+                tensor.get_device(),
+                # A null address is an empty tensor's, or that of a tensor without memory (meta, functorch).
+                ALIGNMENT[pointer & 15] if pointer else -tensor.numel(),
+                (tensor.requires_grad and _is_grad_enabled()) or tensor.is_neg(),
+            )
+        except RuntimeError:  # sparse and other layouts without an address
+            return 0, (tensor.layout, tensor.dtype, tensor.get_device())
+
+    def check(self, tensor: torch.Tensor, name: str = "tensor", output: bool = False) -> list[str]:
+        problems = []
+        if tensor.requires_grad and _is_grad_enabled():
+            problems.append(
+                f"{name} requires grad and gradients are being recorded, which CKI cannot do; call under "
+                f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+            )
+        if tensor.dtype not in _FROM_TORCH:
+            problems.append(
+                f"{name} is of dtype {tensor.dtype}, which has no kernels; one of {', '.join(_NAMES)}"
+            )
+        if tensor.layout != torch.strided:
+            problems.append(f"{name} has layout {tensor.layout}; {name}.to_dense() is strided")
+        elif tensor.is_quantized:
+            problems.append(f"{name} is quantised; {name}.dequantize(), or {name}.int_repr() and its scale")
+        if tensor.is_conj():
+            problems.append(f"{name} is a lazy conjugate; {name}.resolve_conj() is a plain tensor")
+        if tensor.is_neg():
+            problems.append(f"{name} is a lazy negation; {name}.resolve_neg() is a plain tensor")
+        if tensor.device.type not in ("cuda", "cpu"):
+            problems.append(
+                f"{name} is on device {tensor.device}; CUDA tensors, or CPU tensors for the simulated device"
+            )
+        elif tensor.layout == torch.strided and tensor.numel() and not _has_memory(tensor):
+            problems.append(
+                f"{name} has no memory of its own (a tensor inside a torch.func transform or a trace)"
+            )
+        return problems
+
+    def view(self, tensor: torch.Tensor) -> TensorView:
+        shape = tuple(tensor.shape)
+        device = tensor.device
+        return TensorView(
+            ptr=tensor.data_ptr() if tensor.numel() else 0,
+            shape=shape,
+            strides=canonical_strides(shape, tensor.stride()),
+            dtype=_FROM_TORCH[tensor.dtype],
+            device=DeviceId("cuda", device.index) if device.type == "cuda" else DeviceId("cpu", 0),
+            owner=tensor,
+        )
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: DType, like: Any, stream: int | None = None
+    ) -> torch.Tensor:
+        device = like.device
+        if type(device) is DeviceId:
+            device = torch.device("cuda", device.index) if device.kind == "cuda" else _CPU
+        torch_dtype = _TO_TORCH.get(dtype.name)
+        if torch_dtype is None:
+            raise InvalidTypeError(f"PyTorch {torch.__version__} has no dtype for {dtype}")
+        if stream is None or device.type != "cuda":
+            return torch.empty(shape, dtype=torch_dtype, device=device)
+        # The caching allocator hands out memory that is free in the order of its current stream: make that ours.
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+            return torch.empty(shape, dtype=torch_dtype, device=device)
+
+    def pointer(self, output: torch.Tensor) -> int:
+        return int(output.data_ptr())
+
+    def stream(self, device_index: int) -> int:
+        return (
+            int(_current_raw_stream(device_index))
+            if _current_raw_stream is not None and device_index >= 0
+            else 0
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return bool(tensor.data_ptr())
+    except RuntimeError:
+        return False
+
+
+def adapter_for(cls: type, name: str) -> Adapter:
+    """The adapter for `torch.Tensor` and plain subclasses.
+
+    A subclass with a `__torch_dispatch__` of its own (DTensor, FakeTensor, nested and quantised wrappers) keeps its
+    data elsewhere and is refused.
+    """
+    if not issubclass(cls, torch.Tensor):
+        raise InvalidTypeError(f"{name} is a {type_name(cls)}, not a tensor", hint="a torch.Tensor")
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise InvalidTypeError(
+            f"{name} is a {type_name(cls)}, a wrapper whose data lies elsewhere",
+            hint="the plain torch.Tensor inside (DTensor: to_local(); nested tensors: values() with offsets)",
+        )
+    return _ADAPTER
+
+
+_ADAPTER = TorchAdapter()
