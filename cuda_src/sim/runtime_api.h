@@ -12,7 +12,7 @@ struct cki_sim_index {
 struct cki_sim_thread_view {
   cki_sim_index thread_index;
   unsigned linear_index;   // x fastest; lane = linear_index % 32
-  unsigned polls;          // times this thread has polled since it last did anything else
+  unsigned* progress;      // counts writes that a polling loop elsewhere may be waiting for
 };
 
 // One copy for each OS thread; an OS thread runs one block at a time, so these are constant while a block runs.

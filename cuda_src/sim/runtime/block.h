@@ -41,7 +41,7 @@ struct Block {
 
   Group* group = nullptr;
   cki_sim_block_view view{};
-  u32 rank = 0;                       // within the group; for a cluster launch this is the rank in the cluster
+  u32 rank = 0;                       // within the group
   u64 serial = 0;                     // differs for every block that was ever run
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -83,15 +83,23 @@ struct Group {
   enum class Policy { RunToBlock, Uniform, RandomPriorities, StrictPriorities };
   Policy policy = Policy::RunToBlock;
   u32 live = 0;
-  u32 polling = 0;
-  u32 poll_rounds = 0;                // since somebody last did anything but poll
+  u32 polling = 0;                    // threads in ThreadState::Polling
+  u32 poll_rounds = 0;                // rounds in which everybody polled and did nothing else
+  u32 idle_rounds = 0;                // the same since the last write that others could have polled for
+  u32 progress = 0;                   // counts such writes
+  u32 progress_seen = 0;
+  u64 watch_progress = 0;             // poll_watch.cpp: the launch's progress when this group began to watch the others,
+  std::vector<u64> watch_rounds;      // and how many rounds each had polled
   u64 switches = 0;
   bool finished = false;              // every thread has exited, or the launch was abandoned
   bool aborted = false;
   Thread* next = nullptr;             // whom the receiver of the baton shall run
-  u32 slot = 0;                       // of the launch's poll watch
+  u32 slot = 0;                       // which of the launch's teams of OS threads runs this group
 
-  Block& peer(u32 rank) { return *blocks[rank]; }
+  // The blocks of a cluster follow one another; a cooperative launch may hold several clusters.
+  Block& peer(const Block& block, u32 rank_in_cluster) {
+    return *blocks[block.rank - block.view.rank_in_cluster + rank_in_cluster];
+  }
 };
 
 }  // namespace cki::sim

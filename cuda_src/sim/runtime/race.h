@@ -41,7 +41,7 @@ class RaceDetector {
   // ---- accesses to shared memory; `what` is the subject and verb of the message: "ldmatrix reads" ----
   void read(const SharedPlace& place, u32 bytes, CallSite site, const char* what);
   void write(const SharedPlace& place, u32 bytes, CallSite site, const char* what);
-  void atomic(const SharedPlace& place, u32 bytes, CallSite site, const char* what);
+  void atomic(const SharedPlace& place, u32 bytes, CallSite site, const char* what, bool write = true);
   void write_async(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site, const char* what);
   // A read by the asynchronous proxy (TMA store, wgmma operand), checked against earlier writes but not recorded: also
   // reports generic writes with no fence.proxy.async after them.

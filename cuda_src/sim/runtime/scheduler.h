@@ -8,6 +8,7 @@ inline Thread& current_thread() { return *reinterpret_cast<Thread*>(cki_sim_thre
 inline Block& current_block() { return *current_thread().block; }
 inline Group& current_group() { return *current_block().group; }
 inline bool inside_kernel() { return cki_sim_thread != nullptr; }   // false on the host, and while pending work completes
+Group* running_group();   // of this OS thread, also while pending work completes; null on the host
 
 // Blocks the current thread until wake(). Whoever wakes it may first leave a value in its `result`.
 // The condition is the caller's business: `while (!ready()) { waiters.push_back(&thread); wait({...}); }`.
@@ -24,8 +25,12 @@ void jitter();
 // deadlock when nobody does anything but poll.
 void yield_poll(CallSite site);
 
-// Anything that another poller could be waiting for has happened (a store with release, an atomic, ...).
-void note_progress();
+// A write has happened that a polling loop could be waiting for (a store with release, an atomic, a copy that landed).
+// Kernels count theirs by `++*cki_sim_thread->progress`.
+inline void note_progress(Group& group) { ++group.progress; }
+
+// The current thread did something other than poll.
+inline void note_activity(Group& group) { group.poll_rounds = 0; }
 
 // Runs the block group to its end on the calling OS thread; called once for each block of the group.
 void run_block(Block& block, bool starts);

@@ -5,12 +5,19 @@
 namespace cki::sim {
 
 struct Thread;
+struct WarpOperation;
+
+// Computes the operation for all lanes of its mask; runs on the last lane that arrives. Leaves results through the lanes'
+// pointers, or in `result` of their Thread.
+using CompleteWarpOperation = void (*)(Thread& last, WarpOperation& operation);
 
 // One operation that some lanes of a warp have reached.
 struct WarpOperation {
   u32 mask = 0;          // lanes that take part
   u32 arrived = 0;       // of those, who is here; 0 = this entry is free
   int kind = 0;
+  const char* name = "";
+  CompleteWarpOperation complete = nullptr;
   CallSite site = nullptr;
   u64 value[kWarpSize];
   u32 argument[kWarpSize];
@@ -23,14 +30,14 @@ struct Warp {
   u32 exited = 0;             // lanes that have returned from the kernel: no operation waits for them
 };
 
-// Computes the operation for all lanes of its mask; runs on the last lane that arrives. Leaves results through the lanes'
-// pointers, or in `result` of their Thread.
-using CompleteWarpOperation = void (*)(Thread& last, WarpOperation& operation);
-
 // Joins the operation of kind `kind` for `mask` and returns when it is complete. Overlapping masks, a caller outside its
-// mask, and different kinds in one mask are fatal. Engines take kinds from CKI_SIM_WARP_OPERATIONS + n on (mma, ldmatrix, ...);
-// `name` is for the deadlock report. The returned value is the thread's `result`.
+// mask, and different kinds in one mask are fatal. Engines take kinds from CKI_SIM_WARP_OPERATIONS + n on (mma, ldmatrix, ...)
+// and those need every lane of `mask` to exist; the others go on without lanes that have exited. When `complete` runs,
+// operation.mask holds the lanes that came. `name` is for the reports. The returned value is the thread's `result`.
 u64 warp_rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 value, u32 argument, void* pointer,
                     CompleteWarpOperation complete);
+
+// The thread has exited: operations that waited for its lane may now be complete.
+void warp_after_exit(Thread& thread);
 
 }  // namespace cki::sim

@@ -1,0 +1,223 @@
+// The two products of attention on the tensor core: scores = Q K^T and output += P V, by mma.sync with fp32 sums.
+//
+// A step covers 32 bytes of the contracted axis: 16 elements of a 16-bit type (m16n8k16) or 8 of fp32 (m16n8k8 tf32). In
+// both an 8x8 block that ldmatrix moves is eight rows of 16 bytes and a lane's register is the word (lane / 4, lane % 4) of
+// it, so queries and keys load alike in all types.
+//
+// Weights go from the accumulators of the first product to the left operand of the second without leaving their lane. For 16
+// bits the layouts agree. For fp32 a lane holds keys 2t and 2t+1 of a tile of eight (t = lane % 4) where the operand wants t
+// and t+4; since the order of summation is free, operand index t is taken to mean key 2t and t+4 to mean key 2t+1, and the
+// rows of V are read in that order.
+//
+// fp32 is split, a = high + low with high = tf32(a), and a*b is low*high' + high*low' + high*high' (3xTF32): what is left
+// out is 2^-22 of the product, near fp32's own rounding of 2^-24.
+#pragma once
+
+#include "attention/nonfinite.cuh"
+#include "attention/tile.cuh"
+#include "common/convert_element.cuh"
+#include "common/online_softmax.cuh"
+#include "common/types.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+
+namespace cki::attention {
+
+// One operand fragment of kWords registers (4 left, 2 right), ready for multiplication.
+template <class Element, int kWords>
+struct Fragment {
+  u32 words[kWords];
+  __device__ __forceinline__ void set(int i, u32 word) { words[i] = word; }
+};
+
+template <int kWords>
+struct Fragment<float, kWords> {
+  u32 high[kWords], low[kWords];
+  __device__ __forceinline__ void set(int i, u32 word) {
+    high[i] = ptx::f32_to_tf32(__uint_as_float(word));
+    low[i] = ptx::f32_to_tf32(__uint_as_float(word) - __uint_as_float(high[i]));
+  }
+};
+
+template <class Element>
+using Left = Fragment<Element, 4>;
+template <class Element>
+using Right = Fragment<Element, 2>;
+
+__device__ __forceinline__ void multiply_add(float (&sum)[4], const Left<f16>& a, const Right<f16>& b) {
+  ptx::mma_m16n8k16_f16(sum, a.words, b.words, sum);
+}
+__device__ __forceinline__ void multiply_add(float (&sum)[4], const Left<bf16>& a, const Right<bf16>& b) {
+  ptx::mma_m16n8k16_bf16(sum, a.words, b.words, sum);
+}
+__device__ __forceinline__ void multiply_add(float (&sum)[4], const Left<float>& a, const Right<float>& b) {
+  ptx::mma_m16n8k8_tf32(sum, a.low, b.high, sum);
+  ptx::mma_m16n8k8_tf32(sum, a.high, b.low, sum);
+  ptx::mma_m16n8k8_tf32(sum, a.high, b.high, sum);
+}
+
+// scores[m][n] = rows [16 m, +16) of the warp's queries times keys [8 n, +8), over the whole head dimension.
+// `queries` points at the warp's first row.
+template <class QueryTile, class KeyTile, int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kKeyTiles][4], const unsigned char* queries,
+                                              const unsigned char* keys) {
+  using Element = typename KeyTile::Element;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // ldmatrix blocks 0..3 of the left operand: rows 0-7 and 8-15 of the first 16 bytes, then of the second.
+  const unsigned char* query_row = queries + lane % 16 * QueryTile::kPitch + lane / 16 * 16;
+  // Of the right operand: keys 0-7, first and second 16 bytes; keys 8-15 likewise.
+  const unsigned char* key_row = keys + (lane % 8 + lane / 16 * 8) * KeyTile::kPitch + lane / 8 % 2 * 16;
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < KeyTile::kRowBytes / 32; ++step) {
+    Left<Element> a[kRowTiles];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      u32 words[4];
+      ptx::ldmatrix_x4(words, query_row + m * 16 * QueryTile::kPitch + step * 32);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[m].set(i, words[i]);
+    }
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; n += 2) {
+      u32 words[4];
+      ptx::ldmatrix_x4(words, key_row + n * 8 * KeyTile::kPitch + step * 32);
+      Right<Element> b[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, words[i]);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        multiply_add(scores[m][n], a[m], b[0]);
+        multiply_add(scores[m][n + 1], a[m], b[1]);
+      }
+    }
+  }
+}
+
+// The left operand of step `step` from weights in accumulator layout.
+template <class Element, int kKeyTiles>
+__device__ __forceinline__ Left<Element> left_from_weights(const float (&weights)[kKeyTiles][4], int step) {
+  Left<Element> a;
+  if constexpr (sizeof(Element) == 2) {
+    const float(&first)[4] = weights[2 * step];
+    const float(&second)[4] = weights[2 * step + 1];
+    a.set(0, pack_pair<Element>(first[0], first[1]));
+    a.set(1, pack_pair<Element>(first[2], first[3]));
+    a.set(2, pack_pair<Element>(second[0], second[1]));
+    a.set(3, pack_pair<Element>(second[2], second[3]));
+  } else {
+    const float(&tile)[4] = weights[step];
+    a.set(0, __float_as_uint(tile[0]));
+    a.set(1, __float_as_uint(tile[2]));
+    a.set(2, __float_as_uint(tile[1]));
+    a.set(3, __float_as_uint(tile[3]));
+  }
+  return a;
+}
+
+// The words of the right operands of step `step` for value columns [8 n, +16): two fragments of two words.
+template <class ValueTile>
+__device__ __forceinline__ void load_values(u32 (&words)[4], const unsigned char* values, int step, int n) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (sizeof(typename ValueTile::Element) == 2) {
+    const unsigned char* row = values + lane % 16 * ValueTile::kPitch + lane / 16 * 16;
+    ptx::ldmatrix_x4_trans(words, row + step * 16 * ValueTile::kPitch + n * 16);
+  } else {  // ldmatrix.trans exchanges 16-bit units and would tear fp32 apart
+    const unsigned char* row = values + (step * 8 + lane % 4 * 2) * ValueTile::kPitch + (n * 8 + lane / 4) * 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = *reinterpret_cast<const u32*>(row + i % 2 * ValueTile::kPitch + i / 2 * 32);
+  }
+}
+
+// output[m][n] += weights[m] times value columns [8 n, +8).
+template <class ValueTile, int kRowTiles, int kKeyTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_values(float (&output)[kRowTiles][kColumnTiles][4],
+                                                const float (&weights)[kRowTiles][kKeyTiles][4],
+                                                const unsigned char* values) {
+  using Element = typename ValueTile::Element;
+  constexpr int kSteps = ValueTile::kRows * static_cast<int>(sizeof(Element)) / 32;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    Left<Element> a[kRowTiles];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) a[m] = left_from_weights<Element>(weights[m], step);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n += 2) {
+      u32 words[4];
+      load_values<ValueTile>(words, values, step, n);
+      Right<Element> b[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, words[i]);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        multiply_add(output[m][n], a[m], b[0]);
+        multiply_add(output[m][n + 1], a[m], b[1]);
+      }
+    }
+  }
+}
+
+// The same for a tile that holds infinities or NaNs (nonfinite.cuh). Rare, so it is written for little code: one pass a pair
+// of column tiles with the sums of ones beside the sums of values.
+template <class ValueTile, int kRowTiles, int kKeyTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_values_in_parts(float (&output)[kRowTiles][kColumnTiles][4],
+                                                         const float (&weights)[kRowTiles][kKeyTiles][4],
+                                                         const unsigned char* values) {
+  using Element = typename ValueTile::Element;
+  constexpr int kSteps = ValueTile::kRows * static_cast<int>(sizeof(Element)) / 32;
+#pragma unroll
+  for (int n = 0; n < kColumnTiles; n += 2) {
+    float positive[kRowTiles][2][4] = {}, negative[kRowTiles][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      u32 words[4];
+      load_values<ValueTile>(words, values, step, n);
+      Right<Element> b[2], b_positive[2], b_negative[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const ValueParts parts = split_nonfinite<Element>(words[i]);
+        b[i / 2].set(i % 2, parts.finite);
+        b_positive[i / 2].set(i % 2, parts.positive);
+        b_negative[i / 2].set(i % 2, parts.negative);
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        float visible[kKeyTiles][4];
+#pragma unroll
+        for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) visible[tile][e] = weights[m][tile][e] > 0.0f ? 1.0f : 0.0f;
+        }
+        const Left<Element> a = left_from_weights<Element>(weights[m], step);
+        const Left<Element> ones = left_from_weights<Element>(visible, step);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          multiply_add(output[m][n + j], a, b[j]);
+          multiply_add(positive[m][j], ones, b_positive[j]);
+          multiply_add(negative[m][j], ones, b_negative[j]);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (positive[m][j][e] > 0.0f) output[m][n + j][e] -= negative_infinity();
+          if (negative[m][j][e] > 0.0f) output[m][n + j][e] += negative_infinity();
+        }
+      }
+    }
+  }
+}
+
+}  // namespace cki::attention

@@ -1,0 +1,206 @@
+// The rendezvous of a warp's lanes, and the operations of the core that use it: __syncwarp, shuffles, votes, matches,
+// reductions, elect.
+#include "warp.h"
+
+#include <algorithm>
+
+#include "race.h"
+#include "scheduler.h"
+
+namespace cki::sim {
+
+namespace {
+
+u32 lowest(u32 mask) { return static_cast<u32>(__builtin_ctz(mask)); }
+
+void describe_wait(const Thread& thread, Text& text) {
+  const Warp& warp = thread.block->warps[thread.warp()];
+  for (const WarpOperation& operation : warp.pending)
+    if (operation.arrived >> thread.lane() & 1)
+      text.add(" of mask 0x%08x (lanes 0x%08x missing)", operation.mask, operation.mask & ~operation.arrived);
+}
+
+// The open operation with this mask, or a free entry.
+WarpOperation& find_operation(Warp& warp, u32 mask, u32 lane, const char* name, CallSite site) {
+  WarpOperation* free = nullptr;
+  WarpOperation* found = nullptr;
+  for (WarpOperation& operation : warp.pending) {
+    if (!operation.arrived) {
+      if (!free) free = &operation;
+    } else if (operation.mask == mask && !(operation.arrived >> lane & 1)) {
+      found = &operation;
+    } else if (operation.mask & mask) {
+      fatal(site, "%s: mask 0x%08x overlaps mask 0x%08x of a %s that has not completed", name, mask, operation.mask,
+            operation.name);
+    }
+  }
+  if (found) return *found;
+  if (!free) fatal(site, "%s: more than four warp-wide operations of one warp are open", name);
+  return *free;
+}
+
+void complete(Thread& last, WarpOperation& operation) {
+  operation.mask = operation.arrived;
+  operation.complete(last, operation);
+  operation.arrived = 0;
+  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) {
+    Thread& thread = warp[lowest(lanes)];
+    if (&thread != &last) wake(thread);
+  }
+}
+
+// ---- the core's operations ----
+
+u32 shuffle_source(int kind, u32 lane, u32 argument) {
+  const u32 width = argument >> 16, delta = argument & 0xffff, segment = lane & ~(width - 1);
+  switch (kind) {
+    case CKI_SIM_SHFL_IDX: return segment + (delta & (width - 1));
+    case CKI_SIM_SHFL_UP: return lane < segment + delta ? lane : lane - delta;
+    case CKI_SIM_SHFL_DOWN: return lane + delta >= segment + width ? lane : lane + delta;
+    default: return (lane ^ delta) >= segment + width ? lane : lane ^ delta;
+  }
+}
+
+void shuffle(Thread& last, WarpOperation& operation) {
+  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  // A lane outside the mask gives an undefined value: the adversary's choice is all ones, a NaN in every float type.
+  const u64 undefined = last.block->group->checks.adversarial ? ~u64{0} : 0;
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) {
+    const u32 lane = lowest(lanes), source = shuffle_source(operation.kind, lane, operation.argument[lane]);
+    warp[lane].result = source < kWarpSize && operation.mask >> source & 1 ? operation.value[source] : undefined;
+  }
+}
+
+u64 combine(int kind, u64 a, u64 b) {
+  const u32 x = static_cast<u32>(a), y = static_cast<u32>(b);
+  const i32 sx = static_cast<i32>(x), sy = static_cast<i32>(y);
+  switch (kind) {
+    case CKI_SIM_ALL: return a && b;
+    case CKI_SIM_ANY: return a || b;
+    case CKI_SIM_REDUCE_ADD: return x + y;
+    case CKI_SIM_REDUCE_MIN_SIGNED: return static_cast<u32>(std::min(sx, sy));
+    case CKI_SIM_REDUCE_MAX_SIGNED: return static_cast<u32>(std::max(sx, sy));
+    case CKI_SIM_REDUCE_MIN_UNSIGNED: return std::min(x, y);
+    case CKI_SIM_REDUCE_MAX_UNSIGNED: return std::max(x, y);
+    case CKI_SIM_REDUCE_AND: return x & y;
+    case CKI_SIM_REDUCE_OR: return x | y;
+    default: return x ^ y;
+  }
+}
+
+void reduce(Thread& last, WarpOperation& operation) {
+  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  u32 lanes = operation.mask;
+  u64 total = operation.value[lowest(lanes)];
+  for (lanes &= lanes - 1; lanes; lanes &= lanes - 1)
+    total = combine(operation.kind, total, operation.value[lowest(lanes)]);
+  for (lanes = operation.mask; lanes; lanes &= lanes - 1) warp[lowest(lanes)].result = total;
+}
+
+void ballot(Thread& last, WarpOperation& operation) {
+  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  u64 total = 0;
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1)
+    if (operation.value[lowest(lanes)]) total |= u64{1} << lowest(lanes);
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) warp[lowest(lanes)].result = total;
+}
+
+void match(Thread& last, WarpOperation& operation) {
+  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) {
+    const u32 lane = lowest(lanes);
+    u64 equal = 0;
+    for (u32 others = operation.mask; others; others &= others - 1)
+      if (operation.value[lowest(others)] == operation.value[lane]) equal |= u64{1} << lowest(others);
+    if (operation.kind == CKI_SIM_MATCH_ALL && equal != operation.mask) equal = 0;
+    warp[lane].result = equal;
+  }
+}
+
+void elect(Thread& last, WarpOperation& operation) {
+  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1)
+    warp[lowest(lanes)].result = lowest(lanes) == lowest(operation.mask);
+}
+
+// The only warp-wide operation that orders memory.
+void syncwarp(Thread& last, WarpOperation& operation) {
+  RaceDetector* races = detector();
+  if (!races) return;
+  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  Clock clock;
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) races->release(clock, warp[lowest(lanes)]);
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) races->acquire(warp[lowest(lanes)], clock);
+}
+
+struct Operation {
+  const char* name;
+  CompleteWarpOperation complete;
+};
+
+constexpr Operation kOperations[CKI_SIM_WARP_OPERATIONS] = {
+    {"__syncwarp", syncwarp},       {"__shfl_sync", shuffle},       {"__shfl_up_sync", shuffle},
+    {"__shfl_down_sync", shuffle},  {"__shfl_xor_sync", shuffle},   {"__ballot_sync", ballot},
+    {"__all_sync", reduce},         {"__any_sync", reduce},         {"__match_any_sync", match},
+    {"__match_all_sync", match},    {"elect.sync", elect},          {"__reduce_add_sync", reduce},
+    {"__reduce_min_sync", reduce},  {"__reduce_max_sync", reduce},  {"__reduce_min_sync", reduce},
+    {"__reduce_max_sync", reduce},  {"__reduce_and_sync", reduce},  {"__reduce_or_sync", reduce},
+    {"__reduce_xor_sync", reduce}};
+
+}  // namespace
+
+u64 warp_rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 value, u32 argument, void* pointer,
+                    CompleteWarpOperation complete_operation) {
+  Thread& thread = current_thread();
+  Warp& warp = thread.block->warps[thread.warp()];
+  const u32 lane = thread.lane();
+  const bool needs_all = kind >= CKI_SIM_WARP_OPERATIONS;
+  if (needs_all && mask & (~warp.lanes | warp.exited))
+    fatal(site, "%s needs all lanes of mask 0x%08x, but lanes 0x%08x do not exist or have exited", name, mask,
+          mask & (~warp.lanes | warp.exited));
+  mask &= warp.lanes;
+  if (!(mask >> lane & 1)) fatal(site, "%s: the calling lane %u is not in its mask 0x%08x", name, lane, mask);
+  note_activity(*thread.block->group);
+  WarpOperation& operation = find_operation(warp, mask, lane, name, site);
+  if (!operation.arrived) {
+    operation.mask = mask;
+    operation.kind = kind;
+    operation.name = name;
+    operation.complete = complete_operation;
+    operation.site = site;
+  } else if (operation.kind != kind) {
+    fatal(site, "%s meets a %s of other lanes of mask 0x%08x", name, operation.name, mask);
+  }
+  operation.value[lane] = value;
+  operation.argument[lane] = argument;
+  operation.pointer[lane] = pointer;
+  operation.arrived |= 1u << lane;
+  if (((operation.arrived | warp.exited) & mask) == mask)
+    complete(thread, operation);
+  else
+    wait(Wait{name, site, mask, static_cast<u64>(kind), describe_wait});
+  return thread.result;
+}
+
+void warp_after_exit(Thread& thread) {
+  Warp& warp = thread.block->warps[thread.warp()];
+  warp.exited |= 1u << thread.lane();
+  for (WarpOperation& operation : warp.pending) {
+    if (!operation.arrived || !(operation.mask >> thread.lane() & 1)) continue;
+    if (operation.kind >= CKI_SIM_WARP_OPERATIONS)
+      fatal(operation.site, "%s waits for lane %u, which exits", operation.name, thread.lane());
+    if (((operation.arrived | warp.exited) & operation.mask) == operation.mask) complete(thread, operation);
+  }
+}
+
+}  // namespace cki::sim
+
+using namespace cki::sim;
+
+extern "C" std::uint64_t cki_sim_warp(int operation, unsigned mask, std::uint64_t value, unsigned argument) {
+  const CallSite site = CKI_SIM_CALL_SITE;
+  jitter();
+  return warp_rendezvous(site, operation, kOperations[operation].name, mask, value, argument, nullptr,
+                         kOperations[operation].complete);
+}

@@ -1,0 +1,84 @@
+// A worker sleeps on a semaphore of its own until it is handed a task.
+#include "worker_pool.h"
+
+#include <memory>
+#include <mutex>
+#include <pthread.h>
+#include <semaphore.h>
+#include <thread>
+#include <vector>
+
+namespace cki::sim {
+
+namespace {
+
+void sleep_until_posted(sem_t& semaphore) {
+  while (sem_wait(&semaphore) != 0) {
+  }
+}
+
+struct Worker {
+  sem_t start, done;
+  const std::function<void(unsigned)>* work = nullptr;
+  unsigned number = 0;
+
+  Worker() {
+    sem_init(&start, 0, 0);
+    sem_init(&done, 0, 0);
+    std::thread([this] {
+      for (;;) {
+        sleep_until_posted(start);
+        (*work)(number);
+        sem_post(&done);
+      }
+    }).detach();
+  }
+};
+
+struct Pool {
+  std::mutex mutex;
+  std::vector<Worker*> idle;
+};
+
+// Never destroyed: its threads may sleep in it when the process ends. After fork() the child has none of the threads, so it
+// gets a new pool; what the parent's held is left alone.
+Pool* pool = nullptr;
+std::once_flag once;
+
+Pool& the_pool() {
+  std::call_once(once, [] {
+    pool = new Pool;
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+  });
+  return *pool;
+}
+
+Worker* take_worker() {
+  Pool& p = the_pool();
+  const std::lock_guard<std::mutex> lock(p.mutex);
+  if (p.idle.empty()) return new Worker;
+  Worker* worker = p.idle.back();
+  p.idle.pop_back();
+  return worker;
+}
+
+}  // namespace
+
+void run_on_threads(unsigned count, const std::function<void(unsigned)>& work) {
+  std::vector<Worker*> workers;
+  for (unsigned i = 1; i < count; ++i) {
+    Worker* worker = take_worker();
+    worker->work = &work;
+    worker->number = i;
+    sem_post(&worker->start);
+    workers.push_back(worker);
+  }
+  work(0);
+  for (Worker* worker : workers) sleep_until_posted(worker->done);
+  if (workers.empty()) return;
+  Pool& p = the_pool();
+  const std::lock_guard<std::mutex> lock(p.mutex);
+  p.idle.insert(p.idle.end(), workers.rbegin(), workers.rend());
+}
+
+}  // namespace cki::sim
