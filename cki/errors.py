@@ -43,6 +43,11 @@ class InvalidTypeError(CkiError, TypeError):
 class DeviceError(CkiError, RuntimeError):
     """No usable device, a tensor on the wrong device, or a driver or library that is missing or too old."""
 
+    def __init__(self, summary: str, problems: Sequence[str] = (), hint: str = "") -> None:
+        super().__init__(_describe(summary, problems, hint))
+        self.problems = tuple(problems)
+        self.hint = hint
+
 
 class UnsupportedError(CkiError, ValueError):
     """A valid problem that no kernel serves on this device; `reasons` says why, `hint` what would work."""

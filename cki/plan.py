@@ -37,7 +37,11 @@ ArgumentValue = Operand | TensorMapArg | NullPointer | int | float
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel launch.  grid and cluster count blocks, block counts threads; smem is dynamic shared memory in bytes."""
+    """One kernel launch.  grid and cluster count blocks, block counts threads; smem is dynamic shared memory in bytes.
+
+    programmatic: the kernel may start before the previous one in the stream has ended (programmatic dependent
+    launch, sm_90 and later): it then waits by griddepcontrol_wait before it reads what that one wrote.
+    """
 
     kernel: KernelSpec
     grid: tuple[int, int, int]
@@ -46,6 +50,7 @@ class Step:
     smem: int = 0
     cluster: tuple[int, int, int] = (1, 1, 1)
     cooperative: bool = False
+    programmatic: bool = False
     reason: str = ""  # why this kernel and configuration: shown by CKI_LOG
 
 

@@ -80,6 +80,8 @@ class OpSpec:
     infer: the outputs in play, by name, in the order they are returned (shape rule; pure).
     plan: the launches; gets the problem, the outputs as operands (slots named like the outputs, row-major unless
         the caller gave `out=` of other strides) and the device.  Pure: no GPU needed.
+    in_place: (output, input) pairs that may be one and the same view; any other overlap of an output with an
+        input is refused.
     """
 
     name: str
@@ -89,3 +91,4 @@ class OpSpec:
     check: Callable[[Problem], None]
     infer: Callable[[Problem], Mapping[str, OutputSpec]]
     plan: Callable[[Problem, Mapping[str, Operand], DeviceInfo], Plan]
+    in_place: tuple[tuple[str, str], ...] = ()

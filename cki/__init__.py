@@ -1,0 +1,55 @@
+"""CKI: fused CUDA kernels for transformer inference, on tensors of any Python framework.
+
+Public names are loaded at their first use: `import cki` imports no framework, no CuPy and no NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cki._checkout import extended_path as _extended_path
+from cki.device import device as device
+from cki.errors import CkiError as CkiError
+
+__path__ = _extended_path(__path__)
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from cki.graph import Graph as Graph
+    from cki.graph import capture as capture
+    from cki.loader import load as load
+    from cki.ops.attention import attention as attention
+    from cki.ops.embedding import embed_tokens as embed_tokens
+    from cki.ops.embedding import mean_pool as mean_pool
+    from cki.ops.encoder import encoder_layer as encoder_layer
+    from cki.ops.encoder import fused_attention as fused_attention
+    from cki.ops.held import HeldPlan as HeldPlan
+    from cki.ops.held import hold as hold
+    from cki.ops.linear import linear as linear
+    from cki.ops.norm import layer_norm as layer_norm
+    from cki.ops.norm import rms_norm as rms_norm
+
+_HOME = {
+    "Graph": "graph", "capture": "graph", "load": "loader", "HeldPlan": "ops.held", "hold": "ops.held",
+    "attention": "ops.attention", "linear": "ops.linear", "layer_norm": "ops.norm", "rms_norm": "ops.norm",
+    "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding",
+    "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder",
+    "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
+}  # fmt: skip
+
+__all__ = ["CkiError", "device", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'cki' has no attribute {name!r}")
+    from importlib import import_module
+
+    home = _HOME[name]
+    found = import_module(f"cki.{name}") if not home else getattr(import_module(f"cki.{home}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,47 @@
+"""What `cki.capture` needs from a call: hands off the memory it uses, and on the simulated device the launch itself.
+
+A graph replays launches on fixed addresses, so everything that a captured call allocated (workspaces and outputs)
+must live as long as the graph.  The simulated device has no graphs: there the launches are recorded and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from cki.launch import Executable
+
+
+class Recorded(NamedTuple):
+    """One recorded launch of a plan."""
+
+    executable: Executable
+    pointers: tuple[int, ...]
+    stream: int
+
+
+class Recording:
+    """What the calls inside one capture leave behind."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.launches: list[Recorded] = []
+
+
+#: Number of captures in progress in this process.  Calls look at the context variable only when it is not 0.
+active = 0
+current: ContextVar[Recording | None] = ContextVar("cki_recording", default=None)
+
+
+def launch(executable: Executable, pointers: Sequence[int], stream: int, memory: Sequence[Any]) -> None:
+    """Launch, or record, inside a capture of this thread; else plainly launch."""
+    recording = current.get()
+    if recording is None:
+        executable.launch(pointers, stream)
+        return
+    recording.kept.extend(memory)
+    if executable.device.kind == "sim":
+        recording.launches.append(Recorded(executable, tuple(pointers), stream))
+    else:
+        executable.launch(pointers, stream)
