@@ -8,7 +8,7 @@
 //
 // fp32 by tensor cores: a = high + low with high = tf32(a), low = tf32(a - high), and a*b is taken as
 // low*high' + high*low' + high*high' (3xTF32). The part left out is 2^-22 of the product, of the size of fp32's own
-// rounding. An infinite operand gives NaN (inf - inf), where a plain product may give an infinity.
+// rounding. Infinities are another matter: nonfinite.cuh.
 #pragma once
 
 #include "common/convert_element.cuh"

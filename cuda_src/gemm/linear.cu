@@ -8,7 +8,8 @@
 // K loop.  A ring of kStages stages in dynamic shared memory, each with 128 bytes of K (64 16-bit or 32 fp32 elements) of
 //          both operands, filled by cp.async kStages - 1 ahead (tile_load.cuh).
 // fp32.    3xTF32 (fragments.cuh). Tensor cores truncate when they accumulate, so each stage starts from zero and its sum
-//          is added to the running one by a rounded fp32 addition: the error then does not drift with K.
+//          is added to the running one by a rounded fp32 addition: the error then does not drift with K. Products with
+//          infinities are repaired (nonfinite.cuh).
 // Finish.  Bias, activation and residual in registers (epilogue.cuh).
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from the L2 cache; 2 M N K flops.
 //
@@ -26,6 +27,7 @@
 #include "gemm/activation.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/fragments.cuh"
+#include "gemm/nonfinite.cuh"
 #include "gemm/rasterize.cuh"
 #include "gemm/tile_load.cuh"
 #include "ptx/cp_async.cuh"
@@ -157,6 +159,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     } else {
       add_stage(sum, x_tile, w_tile, warp_row, warp_column);
     }
+  }
+
+  if constexpr (kSumPerStage) {
+    const auto plain_dot = [&](int row, int column) {
+      const Element* x_row = x + Rows{x_outer_stride, x_stride, inner_rows}(row);
+      const Element* w_column = segment.w + column * (kWeightAlongN ? w_column_stride : w_stride);
+      const i64 w_step = kWeightAlongN ? w_stride : w_column_stride;
+      float dot = 0.0f;
+#pragma unroll 1
+      for (int k = 0; k < depth; ++k) dot = fmaf(to_float(x_row[k * x_column_stride]), to_float(w_column[k * w_step]), dot);
+      return dot;
+    };
+    gemm::recompute_nan(sum, first_row + warp_row, rows, first_column + warp_column, segment.columns, plain_dot);
   }
 
   const i64 y_first = segment.first_y_column * y_column_stride;

@@ -35,6 +35,12 @@ struct RowOffset {
     if constexpr (kSplit) return (row / inner_rows) * outer_stride + (row % inner_rows) * stride;
     return row * stride;
   }
+  // offset(row + kStep) for offset(row) = `offset`: an addition where that is enough.
+  template <int kStep>
+  __device__ __forceinline__ i64 advance(i64 offset, int row) const {
+    if constexpr (kSplit) return (*this)(row + kStep);
+    return offset + kStep * stride;
+  }
 };
 
 // Eight 16-bit elements gathered one by one: the way for addresses that are not even a multiple of 4 bytes.
@@ -54,33 +60,42 @@ __device__ __forceinline__ uint4 gather_chunk(const Element* source, i64 column_
 // the caller's current group; 2 (a 16-bit matrix, oddly placed or strided) by loads and stores that end before the return.
 // column_stride is 1 unless kCopyBytes is the size of one element.
 template <int kRows, int kChunks, int kCopyBytes, Swizzle kSwizzle, int kThreads, class Element, class Offset>
-__device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* matrix, Offset row_offset, i64 column_stride,
-                                          int first_row, int rows, int first_column, int columns) {
-  constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Element));
-  static_assert(kRows * kChunks % kThreads == 0, "every thread copies the same number of chunks");
-#pragma unroll
-  for (int i = 0; i < kRows * kChunks / kThreads; ++i) {
-    const int index = static_cast<int>(threadIdx.x) + i * kThreads;
-    const int row = index / kChunks;
-    const int chunk = index % kChunks;
-    const int column = first_column + chunk * kPerChunk;
-    int valid = first_row + row < rows ? columns - column : 0;  // elements of the chunk inside the matrix
-    valid = max(0, min(valid, kPerChunk));
-    // With nothing to read the address must still be a good one: the matrix's first element.
-    const Element* source =
-        valid > 0 ? matrix + row_offset(first_row + row) + static_cast<i64>(column) * column_stride : matrix;
-    unsigned char* target = tile + chunk_offset<kSwizzle, kChunks>(row, chunk);
+__device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* matrix, const Offset& row_offset,
+                                          i64 column_stride, int first_row, int rows, int first_column, int columns) {
+  constexpr int kSize = static_cast<int>(sizeof(Element));
+  constexpr int kPerChunk = 16 / kSize;
+  // A thread copies the same chunk of every kRowStep-th row: its column, the validity of it and the permutation are
+  // computed once, and one pointer walks down the rows. (Anything else costs a register for each row.)
+  constexpr int kRowStep = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0 && kRows % kRowStep == 0, "every thread copies the same number of chunks");
+  static_assert(kRowStep % 8 == 0 || kRows == kRowStep, "the rows of a thread share the permutation");
+  const int chunk = static_cast<int>(threadIdx.x) % kChunks;
+  const int row = static_cast<int>(threadIdx.x) / kChunks;
+  const int column = first_column + chunk * kPerChunk;
+  const int valid_columns = max(0, min(columns - column, kPerChunk));
+  const Element* chunk_column = matrix + static_cast<i64>(column) * column_stride;
+  unsigned char* target = tile + chunk_offset<kSwizzle, kChunks>(row, chunk);
+  i64 offset = row_offset(first_row + row);
+  // Gathered chunks go through registers: unrolled, the loads of all rows would be in flight in eight registers each.
+  constexpr int kUnroll = kCopyBytes >= 4 ? kRows / kRowStep : 1;
+#pragma unroll kUnroll
+  for (int i = 0; i < kRows / kRowStep; ++i) {
+    const int valid = first_row + row + i * kRowStep < rows ? valid_columns : 0;  // elements inside the matrix
+    const Element* source = chunk_column + offset;
     if constexpr (kCopyBytes >= 4) {
-      constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
+      constexpr int kPerPiece = kCopyBytes / kSize;
 #pragma unroll
       for (int piece = 0; piece < 16 / kCopyBytes; ++piece) {
         const int inside = max(0, min(valid - piece * kPerPiece, kPerPiece));
+        // With nothing to read the address must still be a good one: the matrix's first element.
         const Element* from = inside > 0 ? source + piece * kPerPiece * column_stride : matrix;
-        ptx::cp_async<kCopyBytes>(target + piece * kCopyBytes, from, inside * static_cast<int>(sizeof(Element)));
+        ptx::cp_async<kCopyBytes>(target + piece * kCopyBytes, from, inside * kSize);
       }
     } else {
       *reinterpret_cast<uint4*>(target) = gather_chunk(source, column_stride, valid);
     }
+    target += kRowStep * kChunks * 16;
+    offset = row_offset.template advance<kRowStep>(offset, first_row + row + i * kRowStep);
   }
 }
 
