@@ -114,12 +114,11 @@ def _concrete(tensor: Any) -> Any:
 
 def adapter_for(cls: type, name: str) -> Adapter:
     """The adapter for eager tensors and variables; symbolic, ragged and sparse tensors are refused."""
-    if cls.__name__ in ("SymbolicTensor", "KerasTensor") or (
-        issubclass(cls, tf.Tensor) and not issubclass(cls, _EagerTensor)
-    ):
+    is_eager = issubclass(cls, _EagerTensor)
+    if cls.__name__ == "KerasTensor" or (issubclass(cls, tf.Tensor) and not is_eager):
         raise InvalidTypeError(f"{name} is symbolic ({type_name(cls)}): {_IN_GRAPH[0]}", hint=_IN_GRAPH[1])
     is_variable = issubclass(cls, tf.Variable) or cls.__module__.startswith("keras.")
-    if not issubclass(cls, _EagerTensor) and not is_variable:
+    if not is_eager and not is_variable:
         raise InvalidTypeError(
             f"{name} is a {type_name(cls)}, not a dense tensor",
             hint=f"tf.sparse.to_dense({name}) of a sparse tensor; {name}.to_tensor(), or its .values and "

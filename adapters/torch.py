@@ -134,7 +134,7 @@ def adapter_for(cls: type, name: str) -> Adapter:
     """
     if not issubclass(cls, torch.Tensor):
         raise InvalidTypeError(f"{name} is a {type_name(cls)}, not a tensor", hint="a torch.Tensor")
-    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
         raise InvalidTypeError(
             f"{name} is a {type_name(cls)}, a wrapper whose data lies elsewhere",
             hint="the plain torch.Tensor inside (DTensor: to_local(); nested tensors: values() with offsets)",

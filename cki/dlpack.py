@@ -218,16 +218,18 @@ def interface_stream(interface: Mapping[str, Any]) -> int | None:
 _live: dict[int, tuple[ctypes.Structure, Any, object]] = {}
 
 
-@ctypes.CFUNCTYPE(None, c_void_p)
-def _deleter(address: int) -> None:
+def _release(address: int) -> None:
     _live.pop(address, None)
 
 
-@ctypes.CFUNCTYPE(None, c_void_p)
-def _capsule_destructor(capsule: int) -> None:
+def _release_unconsumed(capsule: int) -> None:
     for name in (_OLD_NAME, _NEW_NAME):
         if _dying_is_valid(capsule, name):  # not renamed: nobody consumed it
             _live.pop(_dying_get_pointer(capsule, name), None)
+
+
+_deleter = ctypes.CFUNCTYPE(None, c_void_p)(_release)
+_capsule_destructor = ctypes.CFUNCTYPE(None, c_void_p)(_release_unconsumed)
 
 
 def _detach_deleters() -> None:
