@@ -103,14 +103,14 @@ def write_heat_map(path: Path, sentences: Sequence[str], similarity: Array, titl
 class Progress:
     """A bar on stderr while something takes long: redrawn on a terminal, a line every few seconds elsewhere.
 
-    with Progress(total=8) as progress: progress.doing("layer 1"); ...; progress.step()
+    with Progress(total=8) as progress: progress.begin("layer 1"); ...; progress.begin("layer 2"); ...
     """
 
     SECONDS_BETWEEN_LINES = 5.0
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
         self.total = total
-        self.done = 0
+        self.begun = 0
         self.what = ""
         self.stream = stream if stream is not None else sys.stderr
         self.terminal = self.stream.isatty()
@@ -127,20 +127,21 @@ class Progress:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
 
+    def begin(self, what: str) -> None:
+        """The next step begins."""
+        self.begun += 1
+        self.doing(what)
+
     def doing(self, what: str) -> None:
         """Says what runs now."""
         self.what = what
         self._show()
 
-    def step(self, count: int = 1) -> None:
-        """That many more steps are done."""
-        self.done += count
-        self._show()
-
     def _show(self) -> None:
         now = time.monotonic()
-        filled = round(24 * self.done / max(self.total, 1))
-        line = f"[{'#' * filled}{'.' * (24 - filled)}] {self.done}/{self.total} {self.what}"
+        done = max(self.begun - 1, 0)
+        filled = round(24 * done / max(self.total, 1))
+        line = f"[{'#' * filled}{'.' * (24 - filled)}] {self.begun}/{self.total} {self.what}"
         if self.terminal:
             self.stream.write(f"\r\x1b[K{shorten(line, 100)} {now - self.start:.0f} s")
             self.stream.flush()

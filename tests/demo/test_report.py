@@ -57,17 +57,17 @@ class _Terminal(io.StringIO):
 def test_bar_on_a_terminal_grows_and_is_wiped():
     stream = _Terminal()
     with report.Progress(4, stream) as progress:
-        progress.doing("layer 1")
-        progress.step(2)
+        for number in (1, 2, 3):
+            progress.begin(f"layer {number}")
     text = stream.getvalue()
-    assert "[############............] 2/4 layer 1" in text
+    assert "[############............] 3/4 layer 3" in text  # two are done
     assert text.endswith("\r\x1b[K")
 
 
 def test_no_bar_in_a_log_file_for_short_work():
     stream = io.StringIO()
     with report.Progress(4, stream) as progress:
-        progress.step()
+        progress.begin("layer 1")
     assert stream.getvalue() == ""
 
 
@@ -75,5 +75,9 @@ def test_a_line_every_few_seconds_in_a_log_file(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(report.Progress, "SECONDS_BETWEEN_LINES", 0.0)
     with report.Progress(4, stream) as progress:
-        progress.doing("layer 1")
-    assert stream.getvalue() == "[........................] 0/4 layer 1\n"
+        progress.begin("layer 1")
+        progress.doing("compiling")
+    assert stream.getvalue().splitlines() == [
+        "[........................] 1/4 layer 1",
+        "[........................] 1/4 compiling",
+    ]
