@@ -32,7 +32,7 @@ def forward(
     Returns [batch, hidden], each row of length 1.
     """
     on_call("embeddings")
-    x = ops.embed_tokens(ids, weights.words, weights.positions, weights.types)
+    x = ops.embed_tokens(ids, weights.words, position_table=weights.positions, type_table=weights.types)
     on_call("layer norm")
     x = ops.layer_norm(x, weights.gamma, weights.beta, eps=config.epsilon)
     for number, layer in enumerate(weights.layers, 1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
 import sys
 import time
@@ -12,6 +14,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from cki.demo.minilm import INSTALL, Array, MissingPackageError
+from cki.errors import InvalidArgumentError
 
 #: Colours of the heat map at similarity 0 (and below), 1/3, 2/3 and 1: one hue, readable in grey too.
 COLOURS = ((247, 251, 255), (158, 202, 225), (49, 130, 189), (8, 48, 107))
@@ -68,12 +71,19 @@ def _font(size: int) -> Any:
         return ImageFont.load_default(size)
 
 
+def check_png(path: Path) -> None:
+    """Raises before any work is done when the heat map could not be written: no Pillow, or no such folder."""
+    if importlib.util.find_spec("PIL") is None:
+        raise MissingPackageError(f"writing the heat map needs the package Pillow; do: {INSTALL}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidArgumentError(f"--png {path} cannot be written", hint="a file in a folder of yours")
+
+
 def write_heat_map(path: Path, sentences: Sequence[str], similarity: Array, title: str) -> None:
     """A PNG of the similarity matrix: sentences at the left, values in the cells."""
-    try:
-        from PIL import Image, ImageDraw
-    except ImportError as error:
-        raise MissingPackageError(f"writing the heat map needs the package Pillow; do: {INSTALL}") from error
+    from PIL import Image, ImageDraw
+
     count = len(sentences)
     top, left = MARGIN + 70, MARGIN + LABEL_WIDTH
     image = Image.new("RGB", (left + count * CELL + MARGIN, top + count * CELL + MARGIN), "white")
@@ -96,7 +106,6 @@ def write_heat_map(path: Path, sentences: Sequence[str], similarity: Array, titl
             draw.rectangle((x, y, x + CELL - 2, y + CELL - 2), fill=colour(value))
             ink = "white" if value > 0.5 else "black"
             draw.text((x + CELL // 2, y + CELL // 2), f"{value:.2f}", fill=ink, font=small, anchor="mm")
-    path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, format="PNG")
 
 

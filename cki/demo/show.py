@@ -39,6 +39,7 @@ def show(sentences: Sequence[str], device: str, dtype: str, png: Path) -> Embedd
     device: "auto", "sim" or "cuda".  dtype: "f32", "f16" or "bf16".  png: where the heat map goes.
     """
     minilm.check_sentences(sentences)
+    report.check_png(png)
     place = choose(device)
     print(f"device: {place}", flush=True)
     if place.why_not_gpu:

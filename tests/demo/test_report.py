@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cki.demo import report
+from cki.errors import InvalidArgumentError
 
 SIMILARITY = np.array([[1.0, 0.25], [0.25, 1.0]])
 
@@ -40,6 +41,7 @@ def test_colours_darken_with_similarity():
 def test_heat_map_paints_each_value(tmp_path):
     image = pytest.importorskip("PIL.Image")
     path = tmp_path / "new" / "map.png"
+    report.check_png(path)
     report.write_heat_map(path, ["first", "second"], SIMILARITY, "title")
     with image.open(path) as picture:
         assert picture.format == "PNG"
@@ -47,6 +49,11 @@ def test_heat_map_paints_each_value(tmp_path):
         corner = lambda row, column: (left + column * report.CELL + 3, top + row * report.CELL + 3)  # noqa: E731
         assert picture.getpixel(corner(0, 0)) == report.colour(1.0)
         assert picture.getpixel(corner(0, 1)) == report.colour(0.25)
+
+
+def test_a_folder_is_no_png(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="cannot be written"):
+        report.check_png(tmp_path)
 
 
 class _Terminal(io.StringIO):
