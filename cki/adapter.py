@@ -135,9 +135,8 @@ def adapter_of(tensor: Any, name: str = "tensor") -> Adapter:
 
 def _resolve(tensor: Any, name: str) -> Adapter:
     cls = type(tensor)
-    module = next(
-        (m for base in cls.__mro__ if (m := _FRAMEWORKS.get(base.__module__.partition(".")[0]))), None
-    )
+    packages = [base.__module__.partition(".")[0] for base in cls.__mro__]
+    module = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)
     if module is None:
         shows_memory = (
             hasattr(cls, "__dlpack__") or getattr(tensor, "__cuda_array_interface__", None) is not None
