@@ -1,84 +1,97 @@
 // Infinities and NaNs in values: 0 * NaN is NaN, so a weight of zero does not hide a value that is not finite.
 //
-// Where a key is hidden from some query, values may hold anything behind it (padding, unused cache slots). Tiles in which
-// keys are hidden are therefore searched for such values, each thread searching what it copied; only when one is found
-// is the product taken in parts: finite values by weight, and for the others the count of queries' visible keys that hold
-// +inf, -inf or NaN, as products of ones and zeros. A visible infinity gives an infinity and a visible NaN a NaN, as in the
-// plain product; hidden ones give nothing.
+// Where a key is hidden from some query, anything may lie behind it (padding, unused cache slots). So in tiles in which a key
+// is hidden from some row, each thread searches the pieces of V that it copied itself, before the barrier that publishes
+// them, and replaces what is not finite by zero. Rows that do not see such a value are right then. Rows that do see it are
+// repaired after the output is written, by plain loops over the tiles in question: slow, but only for blocks that met
+// such values, and short where all of them are hidden.
 #pragma once
 
+#include "attention/logits.cuh"
 #include "attention/tile.cuh"
+#include "common/convert_element.cuh"
 #include "common/types.cuh"
 
 namespace cki::attention {
 
+// The bits that are all ones in an infinity or a NaN.
 template <class Element>
-struct FloatBits;
+constexpr u32 kExponentBits = 0;
+template <>
+constexpr u32 kExponentBits<float> = 0x7f800000u;
+template <>
+constexpr u32 kExponentBits<f16> = 0x7c00u;
+template <>
+constexpr u32 kExponentBits<bf16> = 0x7f80u;
 
-template <>
-struct FloatBits<float> {
-  static constexpr u32 kExponent = 0x7f800000u, kMantissa = 0x007fffffu, kSign = 0x80000000u, kOne = 0x3f800000u;
-};
-template <>
-struct FloatBits<f16> {
-  static constexpr u32 kExponent = 0x7c00u, kMantissa = 0x03ffu, kSign = 0x8000u, kOne = 0x3c00u;
-};
-template <>
-struct FloatBits<bf16> {
-  static constexpr u32 kExponent = 0x7f80u, kMantissa = 0x007fu, kSign = 0x8000u, kOne = 0x3f80u;
-};
-
+// Zeroes the elements of a word that are not finite; true if there were any.
 template <class Element>
-__device__ __forceinline__ bool word_holds_nonfinite(u32 word) {
-  constexpr u32 kExponent = FloatBits<Element>::kExponent;
-  bool found = (word & kExponent) == kExponent;
-  if constexpr (sizeof(Element) == 2) found |= (word >> 16 & kExponent) == kExponent;
+__device__ __forceinline__ bool drop_nonfinite(u32& word) {
+  constexpr u32 kLow = kExponentBits<Element>;
+  bool found = (word & kLow) == kLow;
+  if constexpr (sizeof(Element) == 4) {
+    if (found) word = 0;
+  } else {
+    constexpr u32 kHigh = kLow << 16;
+    const bool found_high = (word & kHigh) == kHigh;
+    if (found) word &= 0xffff0000u;
+    if (found_high) word &= 0x0000ffffu;
+    found |= found_high;
+  }
   return found;
 }
 
-// Whether a piece that this thread copied holds a value that is not finite. The copies must be complete.
+// Zeroes what is not finite in the pieces that this thread copied, which must have arrived; true if there was any.
 template <class T, int kCopyBytes, int kThreads>
-__device__ __forceinline__ bool own_pieces_hold_nonfinite(const unsigned char* tile) {
+__device__ __forceinline__ bool drop_own_nonfinite(unsigned char* tile) {
   using Element = typename T::Element;
-  bool found = false;
+  bool any = false;
   for_each_own_piece<T, kCopyBytes, kThreads>([&](int row, int piece) {
-    const unsigned char* p = tile + row * T::kPitch + piece * kCopyBytes;
+    unsigned char* p = tile + row * T::kPitch + piece * kCopyBytes;
+    bool found = false;
     if constexpr (kCopyBytes == 16) {
-      const uint4 words = *reinterpret_cast<const uint4*>(p);
-      found |= word_holds_nonfinite<Element>(words.x) || word_holds_nonfinite<Element>(words.y) ||
-               word_holds_nonfinite<Element>(words.z) || word_holds_nonfinite<Element>(words.w);
+      uint4 words = *reinterpret_cast<const uint4*>(p);
+      found |= drop_nonfinite<Element>(words.x);
+      found |= drop_nonfinite<Element>(words.y);
+      found |= drop_nonfinite<Element>(words.z);
+      found |= drop_nonfinite<Element>(words.w);
+      if (found) *reinterpret_cast<uint4*>(p) = words;
     } else if constexpr (kCopyBytes >= 4) {
 #pragma unroll
-      for (int i = 0; i < kCopyBytes; i += 4) found |= word_holds_nonfinite<Element>(*reinterpret_cast<const u32*>(p + i));
+      for (int i = 0; i < kCopyBytes; i += 4) {
+        u32& word = *reinterpret_cast<u32*>(p + i);
+        u32 kept = word;
+        if (drop_nonfinite<Element>(kept)) {
+          word = kept;
+          found = true;
+        }
+      }
     } else {
-      found |= word_holds_nonfinite<Element>(*reinterpret_cast<const u16*>(p));
+      u16& half = *reinterpret_cast<u16*>(p);
+      u32 kept = half;
+      found = drop_nonfinite<Element>(kept);
+      if (found) half = static_cast<u16>(kept);
     }
+    any |= found;
   });
-  return found;
+  return any;
 }
 
-// A word of one or two elements in three parts: the finite elements, and ones where an element is +inf or NaN, or -inf or
-// NaN.
-struct ValueParts {
-  u32 finite = 0, positive = 0, negative = 0;
-};
-
-template <class Element>
-__device__ __forceinline__ ValueParts split_nonfinite(u32 word) {
-  using Bits = FloatBits<Element>;
-  constexpr int kPerWord = 4 / static_cast<int>(sizeof(Element));
-  ValueParts parts;
-#pragma unroll
-  for (int i = 0; i < kPerWord; ++i) {
-    const u32 value = kPerWord == 1 ? word : word >> (16 * i) & 0xffffu;
-    const bool finite = (value & Bits::kExponent) != Bits::kExponent;
-    const bool nan = !finite && (value & Bits::kMantissa) != 0;
-    const bool negative = (value & Bits::kSign) != 0;
-    parts.finite |= (finite ? value : 0u) << (16 * i);
-    parts.positive |= (!finite && (nan || !negative) ? Bits::kOne : 0u) << (16 * i);
-    parts.negative |= (!finite && (nan || negative) ? Bits::kOne : 0u) << (16 * i);
+// Adds to one row of the output the values of keys [first_key, end_key) that the row sees and that are not finite.
+template <class Features, class Element, class BiasElement>
+__device__ void repair_row(Element* out, i64 out_dim, const Element* values, i64 value_sequence, i64 value_dim_stride,
+                           int value_dim, int first_key, int end_key, const QueryRow<BiasElement>& row,
+                           const LogitRules& rules) {
+  for (int key = max(first_key, row.begin); key < min(end_key, row.end); ++key) {
+    if (!is_visible<Features>(key, row, rules)) continue;
+    const Element* value = values + key * value_sequence;
+    for (int column = 0; column < value_dim; ++column) {
+      const float x = to_float(value[column * value_dim_stride]);
+      if (fabsf(x) < positive_infinity()) continue;
+      Element& sum = out[column * out_dim];
+      sum = from_float<Element>(to_float(sum) + x);
+    }
   }
-  return parts;
 }
 
 }  // namespace cki::attention

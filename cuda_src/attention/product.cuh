@@ -10,13 +10,11 @@
 // rows of V are read in that order.
 //
 // fp32 is split, a = high + low with high = tf32(a), and a*b is low*high' + high*low' + high*high' (3xTF32): what is left
-// out is 2^-22 of the product, near fp32's own rounding of 2^-24.
+// out is 2^-22 of the product, near fp32's own rounding of 2^-24. An infinite fp32 operand gives NaN (inf - inf).
 #pragma once
 
-#include "attention/nonfinite.cuh"
 #include "attention/tile.cuh"
 #include "common/convert_element.cuh"
-#include "common/online_softmax.cuh"
 #include "common/types.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -160,61 +158,6 @@ __device__ __forceinline__ void multiply_values(float (&output)[kRowTiles][kColu
       for (int m = 0; m < kRowTiles; ++m) {
         multiply_add(output[m][n], a[m], b[0]);
         multiply_add(output[m][n + 1], a[m], b[1]);
-      }
-    }
-  }
-}
-
-// The same for a tile that holds infinities or NaNs (nonfinite.cuh). Rare, so it is written for little code: one pass a pair
-// of column tiles with the sums of ones beside the sums of values.
-template <class ValueTile, int kRowTiles, int kKeyTiles, int kColumnTiles>
-__device__ __forceinline__ void multiply_values_in_parts(float (&output)[kRowTiles][kColumnTiles][4],
-                                                         const float (&weights)[kRowTiles][kKeyTiles][4],
-                                                         const unsigned char* values) {
-  using Element = typename ValueTile::Element;
-  constexpr int kSteps = ValueTile::kRows * static_cast<int>(sizeof(Element)) / 32;
-#pragma unroll
-  for (int n = 0; n < kColumnTiles; n += 2) {
-    float positive[kRowTiles][2][4] = {}, negative[kRowTiles][2][4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      u32 words[4];
-      load_values<ValueTile>(words, values, step, n);
-      Right<Element> b[2], b_positive[2], b_negative[2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const ValueParts parts = split_nonfinite<Element>(words[i]);
-        b[i / 2].set(i % 2, parts.finite);
-        b_positive[i / 2].set(i % 2, parts.positive);
-        b_negative[i / 2].set(i % 2, parts.negative);
-      }
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        float visible[kKeyTiles][4];
-#pragma unroll
-        for (int tile = 0; tile < kKeyTiles; ++tile) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) visible[tile][e] = weights[m][tile][e] > 0.0f ? 1.0f : 0.0f;
-        }
-        const Left<Element> a = left_from_weights<Element>(weights[m], step);
-        const Left<Element> ones = left_from_weights<Element>(visible, step);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          multiply_add(output[m][n + j], a, b[j]);
-          multiply_add(positive[m][j], ones, b_positive[j]);
-          multiply_add(negative[m][j], ones, b_negative[j]);
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (positive[m][j][e] > 0.0f) output[m][n + j][e] -= negative_infinity();
-          if (negative[m][j][e] > 0.0f) output[m][n + j][e] += negative_infinity();
-        }
       }
     }
   }

@@ -30,10 +30,15 @@ __device__ __forceinline__ void for_each_own_piece(Visit visit) {
   constexpr int kPieces = T::kRowBytes / kCopyBytes;
   constexpr int kTotal = T::kRows * kPieces;
   constexpr int kTrips = (kTotal + kThreads - 1) / kThreads;
+  const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll(kTrips <= 16 ? kTrips : 4)
   for (int trip = 0; trip < kTrips; ++trip) {
-    const int index = static_cast<int>(threadIdx.x) + trip * kThreads;
-    if (kTotal % kThreads == 0 || index < kTotal) visit(index / kPieces, index % kPieces);
+    if constexpr (kTotal % kThreads == 0 && kThreads % kPieces == 0) {  // the same piece of every kThreads/kPieces-th row
+      visit(thread / kPieces + trip * (kThreads / kPieces), thread % kPieces);
+    } else {
+      const int index = thread + trip * kThreads;
+      if (kTotal % kThreads == 0 || index < kTotal) visit(index / kPieces, index % kPieces);
+    }
   }
 }
 
@@ -49,12 +54,8 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, int head_dim, i64
   for_each_own_piece<T, kCopyBytes, kThreads>([&](int row, int piece) {
     const Element* source = row_source(row);
     const bool inside = source != nullptr && piece * kPerPiece < head_dim;
+    if (inside) source += kPerPiece == 1 ? piece * dim_stride : piece * kPerPiece;
     unsigned char* target = tile + row * T::kPitch + piece * kCopyBytes;
-    if constexpr (kPerPiece == 1) {
-      source += piece * dim_stride;
-    } else {
-      source += piece * kPerPiece;
-    }
     if constexpr (kCopyBytes >= 4) {
       ptx::cp_async<kCopyBytes>(target, inside ? source : readable, inside ? kCopyBytes : 0);
     } else {

@@ -1,0 +1,76 @@
+"""Tile sizes of the attention kernel (`cuda_src/attention/attention.cu`): pure functions of shapes and device.
+
+What weighs:
+* Rows a block: every block reads all keys and values, so more rows mean less traffic; blocks of fewer rows where there
+  are few (decoding, short prompts), else most of a tile would be padding.
+* Rows a warp: 32 (two mma row tiles) halve the reads of shared memory, which limits mma.sync at 16; but output and
+  scores of 32 rows fit in 255 registers only up to a head dimension of 64.
+* Keys a tile: fewer barriers and wider overlap against shared memory: 99 KB a block on sm_89 and sm_120, 163 KB on
+  sm_80, 227 KB on sm_90 and sm_100.
+
+The number of keys a tile is the one choice that changes results (in the last bits).  It depends on head dimensions, type
+and device alone, never on batch, heads or lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cki.device import DeviceInfo
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """warps a block, row_tiles of 16 query rows a warp, block_keys a tile, min_blocks an SM, registers a thread at most."""
+
+    warps: int
+    row_tiles: int
+    block_keys: int
+    min_blocks: int = 1
+    registers: int = 255
+
+    @property
+    def block_rows(self) -> int:
+        """Query rows of a block."""
+        return self.warps * self.row_tiles * 16
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    def shared_memory(self, head_dim: int, value_dim: int, itemsize: int) -> int:
+        """Bytes: the query tile and two stages of keys and values, 16 bytes of padding a row.  Padded dimensions."""
+        query = self.block_rows * (head_dim * itemsize + 16)
+        stage = self.block_keys * ((head_dim + value_dim) * itemsize + 32)
+        return query + 2 * stage
+
+
+def padded(dim: int) -> int:
+    """A head dimension rounded up to whole mma steps; the rest is filled with zeros inside the kernel."""
+    return -(-dim // 16) * 16
+
+
+def heads_per_block(queries: int, group: int) -> int:
+    """Query heads that share a block: the whole group of a KV head where the queries of one head fill no tile."""
+    return group if queries < 64 else 1
+
+
+def choose_tiles(
+    rows: int, head_dim: int, value_dim: int, itemsize: int, device: DeviceInfo
+) -> AttentionTiles:
+    """Tiles for `rows` query rows a head (or packed group of heads) and padded head dimensions."""
+    widest = max(head_dim, value_dim)
+    for block_keys in (64, 32, 16) if itemsize == 2 else (32, 16):
+        large = AttentionTiles(4, 2 if itemsize == 2 and widest <= 64 else 1, block_keys)
+        for tiles in (large, AttentionTiles(2, 1, block_keys)):
+            if tiles.shared_memory(head_dim, value_dim, itemsize) <= device.shared_memory_per_block:
+                return _fewer_rows(tiles, rows)
+    raise AssertionError(f"head dimensions {head_dim} and {value_dim} fit no tile")
+
+
+def _fewer_rows(tiles: AttentionTiles, rows: int) -> AttentionTiles:
+    """The same keys a tile with no more rows a block than there are (in steps of 16, 32, 64, 128)."""
+    for warps in (1, 2, 4):
+        if rows <= warps * 16 and warps * 16 < tiles.block_rows:
+            return AttentionTiles(warps, 1, tiles.block_keys)
+    return tiles

@@ -1,0 +1,373 @@
+"""Attention over dense tensors: `attention` for users, `plan_attention` for fused operations.
+
+The kernel is `cuda_src/attention/attention.cu`: tensor cores by mma.sync, for every GPU from sm_80 on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from cki import dtypes
+from cki.device import DeviceInfo, sim_device
+from cki.dtypes import DType
+from cki.errors import UnsupportedError
+from cki.heuristics.attention import AttentionTiles, choose_tiles, heads_per_block, padded
+from cki.kernel import KernelSpec, kernel_spec
+from cki.operand import Operand, dense
+from cki.ops.call import call
+from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
+from cki.plan import ArgumentValue, NullPointer, Plan, Step
+
+MAX_HEAD_DIM = 256
+_FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
+_ALIGNMENTS = ("bottom_right", "top_left")
+_PARAMS = "P" * 9 + "q" * 26 + "i" * 10 + "f" * 4
+_LOG2E = math.log2(math.e)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    causal_alignment: str = "bottom_right",
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """softmax(logits) v, with fp32 accumulation, in one kernel and without a matrix of logits in memory.
+
+    q: [batch, queries, heads, head_dim].  k: [batch, keys, kv_heads, head_dim].  v: [batch, keys, kv_heads, value_dim].
+    f32, f16 or bf16, all three alike; head dimensions 1 to 256; any strides.  heads is a multiple of kv_heads, and query
+    head h reads KV head h // (heads // kv_heads).
+
+    The logit of query i and key j is scale * q.k, then softcap * tanh(x / softcap), then minus ALiBi, plus bias; then
+    hidden keys are left out.  With p = i + keys - queries (bottom_right: the last query stands at the last key) or p = i
+    (top_left: the first query stands at the first key):
+
+    causal: key j is visible when j <= p.  For 2 queries and 4 keys, bottom_right and top_left:
+
+        1 1 1 0      1 0 0 0
+        1 1 1 1      1 1 0 0
+
+    window: (left, right); key j is visible when p - left <= j <= p + right; -1 is no limit on that side.
+    scale: None is 1/sqrt(head_dim); may be 0 or negative.
+    softcap: 0 is off.
+    bias: f32, f16 or bf16, broadcastable to [batch, heads, queries, keys], any strides; -inf hides a key.
+    mask: bool or u8, broadcastable likewise; True (not 0) keeps a key.
+    alibi_slopes: f32 [heads]; slope * |p - j| is subtracted.
+    sinks: f32 [heads]; one more logit in the denominator, without a value, not scaled.
+    return_lse: also return the natural logarithm of the sum of exponentials, f32 [batch, heads, queries].
+    out: a tensor of the output's shape and dtype to write into.
+    stream: default is the framework's current stream.
+
+    Returns out [batch, queries, heads, value_dim], or (out, lse).  A query that sees no key gets 0, and lse -inf (with
+    sinks: lse = sink).  What lies behind a hidden key, NaN included, has no influence.  Results are the same bits from run
+    to run and do not depend on the rest of the batch.
+
+    Raises InvalidArgumentError, InvalidTypeError or DeviceError before any launch, with every violated rule.
+    FlashAttention-2: Dao, arXiv 2307.08691.
+    """
+    inputs = (q, k, v, bias, mask, sinks, alibi_slopes)
+    attributes = (causal, causal_alignment, scale, window, softcap, return_lse)
+    return call(ATTENTION, inputs, attributes, (out, None), stream)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rules
+
+
+def _check_tensors(problem: Problem) -> bool:
+    """Ranks, element types and head dimensions of q, k and v; whether shapes can be compared at all."""
+    q, k, v = problem["q"], problem["k"], problem["v"]
+    ranked = True
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            ranked = False
+            problem.reject(
+                f"{name} has shape {tensor.shape}, which has {tensor.ndim} axes, not 4",
+                "q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]",
+            )
+        if tensor.dtype not in _FLOATS:
+            problem.reject(f"{name} has dtype {tensor.dtype}", "q, k and v of dtype f32, f16 or bf16")
+    if not q.dtype == k.dtype == v.dtype:
+        problem.reject(
+            f"q has dtype {q.dtype}, k has dtype {k.dtype}, v has dtype {v.dtype}", "q, k and v of one dtype"
+        )
+    return ranked
+
+
+def _check_shapes(problem: Problem) -> None:
+    q, k, v = problem["q"], problem["k"], problem["v"]
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        problem.reject(
+            f"batch sizes differ: q has {q.shape[0]}, k has {k.shape[0]}, v has {v.shape[0]}",
+            "one batch size",
+        )
+    if k.shape[1] != v.shape[1]:
+        problem.reject(f"k has {k.shape[1]} keys, v has {v.shape[1]}", "k and v of one length (axis 1)")
+    if k.shape[2] != v.shape[2]:
+        problem.reject(
+            f"k has {k.shape[2]} heads, v has {v.shape[2]}", "k and v with the same heads (axis 2)"
+        )
+    if q.shape[2] and (k.shape[2] == 0 or q.shape[2] % k.shape[2]):
+        problem.reject(
+            f"q has {q.shape[2]} heads, which is no multiple of k's {k.shape[2]}",
+            "query heads a multiple of KV heads",
+        )
+    if q.shape[3] != k.shape[3]:
+        problem.reject(
+            f"q has head_dim {q.shape[3]}, k has head_dim {k.shape[3]}", "q and k of one head_dim (axis 3)"
+        )
+    for name, tensor in (("q", q), ("v", v)):
+        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+            problem.reject(f"{name} has head_dim {tensor.shape[3]}", f"a head_dim of 1 to {MAX_HEAD_DIM}")
+    if q.shape[1] + k.shape[1] >= 2**30:
+        problem.reject(
+            f"{q.shape[1]} queries and {k.shape[1]} keys", "fewer than 2**30 queries and keys together"
+        )
+
+
+def _check_broadcast(problem: Problem, name: str, allowed: tuple[DType, ...]) -> None:
+    tensor = problem.get(name)
+    if tensor is None:
+        return
+    q, k = problem["q"], problem["k"]
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    aligned = (1,) * (4 - tensor.ndim) + tensor.shape
+    if tensor.ndim > 4 or any(have not in (1, want) for have, want in zip(aligned, full)):
+        problem.reject(
+            f"{name} has shape {tensor.shape}, which does not broadcast to {full}",
+            f"{name} broadcastable to [batch, heads, queries, keys]",
+        )
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(t) for t in allowed)
+        problem.reject(f"{name} has dtype {tensor.dtype}", f"{name} of dtype {names}")
+
+
+def _check_per_head(problem: Problem, name: str) -> None:
+    tensor = problem.get(name)
+    if tensor is None:
+        return
+    heads = problem["q"].shape[2]
+    if tensor.shape != (heads,):
+        problem.reject(f"{name} has shape {tensor.shape}, q has {heads} heads", f"{name} of shape ({heads},)")
+    if tensor.dtype != dtypes.f32:
+        problem.reject(f"{name} has dtype {tensor.dtype}", f"{name} of dtype f32")
+
+
+def _check_attributes(problem: Problem) -> None:
+    alignment, window = problem.attribute("causal_alignment"), problem.attribute("window")
+    if alignment not in _ALIGNMENTS:
+        problem.reject(f"causal_alignment is {alignment!r}", 'causal_alignment "bottom_right" or "top_left"')
+    if len(window) != 2 or not all(
+        isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window
+    ):
+        problem.reject(
+            f"window is {window!r}", "window a pair (left, right) of integers, each at least -1 (no limit)"
+        )
+    if problem.attribute("softcap") < 0:
+        problem.reject(f"softcap is {problem.attribute('softcap')}", "softcap of at least 0 (0 is off)")
+
+
+def _check(problem: Problem) -> None:
+    _check_attributes(problem)
+    if not _check_tensors(problem):
+        return
+    _check_shapes(problem)
+    _check_broadcast(problem, "bias", _FLOATS)
+    _check_broadcast(problem, "mask", (dtypes.bool_, dtypes.u8))
+    _check_per_head(problem, "sinks")
+    _check_per_head(problem, "alibi_slopes")
+
+
+def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
+    batch, queries, heads, _ = problem["q"].shape
+    outputs = {"out": OutputSpec((batch, queries, heads, problem["v"].shape[3]), problem["q"].dtype)}
+    if problem.attribute("return_lse"):
+        outputs["lse"] = OutputSpec((batch, heads, queries), dtypes.f32)
+    return outputs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# plan
+
+
+def _copy_bytes(*tensors: Operand) -> int:
+    """The widest copy that all rows of all tensors allow: 16, 8 or 4 bytes, or one element at a time."""
+    itemsize = tensors[0].dtype.itemsize
+    for nbytes in (16, 8, 4):
+        if nbytes > itemsize and all(
+            (t.strides[3] == 1 or t.shape[3] == 1)
+            and t.is_aligned(nbytes)
+            and t.shape[3] * itemsize % nbytes == 0
+            for t in tensors
+        ):
+            return nbytes
+    return itemsize
+
+
+def _broadcast_strides(tensor: Operand | None) -> tuple[int, ...]:
+    """Strides over [batch, heads, queries, keys]; 0 along broadcast axes."""
+    if tensor is None:
+        return (0, 0, 0, 0)
+    own = tuple(0 if extent == 1 else stride for extent, stride in zip(tensor.shape, tensor.strides))
+    return (0,) * (4 - tensor.ndim) + own
+
+
+def _limits(
+    queries: int, keys: int, causal: bool, alignment: str, window: tuple[int, int]
+) -> tuple[int, int | None, int | None]:
+    """(shift, left, right) of `common/key_band.cuh`; a limit that hides no key is None, and costs nothing then."""
+    shift = keys - queries if alignment == "bottom_right" else 0
+    left: int | None = window[0] if 0 <= window[0] < queries - 1 + shift else None
+    wanted = 0 if causal else window[1]
+    right: int | None = wanted if 0 <= wanted < keys - 1 - shift else None
+    return shift, left, right
+
+
+def plan_attention(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    out: Operand,
+    *,
+    device: DeviceInfo,
+    causal: bool = False,
+    causal_alignment: str = "bottom_right",
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    bias: Operand | None = None,
+    mask: Operand | None = None,
+    sinks: Operand | None = None,
+    alibi_slopes: Operand | None = None,
+    lse: Operand | None = None,
+    tiles: AttentionTiles | None = None,
+) -> tuple[Step, ...]:
+    """The launch that computes `attention` on operands; none for an empty output.
+
+    Arguments are those of `attention`, already checked.  lse: row-major f32 [batch, heads, queries], or None.
+    tiles: instead of the heuristics' choice (benchmarks).
+    """
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads, value_dim = v.shape[1:]
+    if not batch * queries * heads:
+        return ()
+    group = heads // kv_heads
+    pack = heads_per_block(queries, group)
+    itemsize = q.dtype.itemsize
+    if tiles is None:
+        tiles = choose_tiles(queries * pack, padded(head_dim), padded(value_dim), itemsize, device)
+    blocks = -(-queries * pack // tiles.block_rows) * (heads // pack) * batch
+    if blocks >= 2**31:
+        raise UnsupportedError(
+            f"attention: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "a smaller batch"
+        )
+
+    shift, left, right = _limits(queries, keys, causal, causal_alignment, window)
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
+    pair_store = out.strides[3] == 1 and value_dim % 2 == 0 and out.is_aligned(2 * itemsize)
+    kernel = kernel_spec(
+        "attention/attention.cu", "attention", _PARAMS, max_registers=tiles.registers,
+        Element=q.dtype, BiasElement=dtypes.f32 if bias is None else bias.dtype,
+        kHeadDim=padded(head_dim), kValueDim=padded(value_dim),
+        kWarps=tiles.warps, kRowTiles=tiles.row_tiles, kBlockKeys=tiles.block_keys, kMinBlocks=tiles.min_blocks,
+        kCopyBytes=_copy_bytes(q, k, v), kPairStore=pair_store,
+        kLimitLeft=left is not None, kLimitRight=right is not None, kSoftcap=softcap > 0,
+        kAlibi=alibi_slopes is not None, kBias=bias is not None, kMask=mask is not None, kScaleFirst=scale_first,
+    )  # fmt: skip
+    optional: tuple[ArgumentValue, ...] = tuple(
+        NullPointer() if tensor is None else tensor for tensor in (lse, bias, mask, sinks, alibi_slopes)
+    )
+    args: tuple[ArgumentValue, ...] = (
+        q, k, v, out, *optional,
+        *q.strides, *k.strides, *v.strides, *out.strides, *_broadcast_strides(bias), *_broadcast_strides(mask),
+        sinks.strides[0] if sinks else 0, alibi_slopes.strides[0] if alibi_slopes else 0,
+        queries, keys, heads, group, pack, head_dim, value_dim, shift, left or 0, right or 0,
+        scale, scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
+    )  # fmt: skip
+    reason = (
+        f"mma.sync, {tiles.block_rows} rows x {tiles.block_keys} keys a tile, "
+        f"{pack} heads a block, copies of {kernel.constant('kCopyBytes')} bytes"
+    )
+    smem = tiles.shared_memory(padded(head_dim), padded(value_dim), itemsize)
+    return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args, smem, reason=reason),)
+
+
+def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
+    tensors = {name: problem.get(name) for name in ("bias", "mask", "sinks", "alibi_slopes")}
+    options = {n: problem.attribute(n) for n in ("causal", "causal_alignment", "scale", "window", "softcap")}
+    return Plan(
+        plan_attention(
+            problem["q"], problem["k"], problem["v"], outputs["out"],
+            lse=outputs.get("lse"), device=device, **tensors, **options,
+        )
+    )  # fmt: skip
+
+
+ATTENTION = OpSpec(
+    name="attention",
+    inputs=(
+        Input("q"), Input("k"), Input("v"), Input("bias", optional=True), Input("mask", optional=True),
+        Input("sinks", optional=True), Input("alibi_slopes", optional=True),
+    ),
+    attributes=(
+        Attribute("causal", bool, False), Attribute("causal_alignment", str, "bottom_right"), Attribute("scale", float),
+        Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0), Attribute("return_lse", bool, False),
+    ),
+    outputs=("out", "lse"),
+    check=_check,
+    infer=_infer,
+    plan=_plan,
+)  # fmt: skip
+
+
+def representative_specs(arch: str) -> list[KernelSpec]:
+    """Specialisations that stand for all, for compile checks: head dimensions, row counts, types, features, copies."""
+    device = sim_device(arch)
+    found: dict[KernelSpec, None] = {}
+
+    def add(
+        dtype: DType, head_dim: int, queries: int = 512, value_dim: int = 0, stride: int = 1, **features: Any
+    ) -> None:
+        def tensor(name: str, length: int, heads: int, dim: int) -> Operand:
+            row = heads * dim * stride
+            return Operand(name, (2, length, heads, dim), (length * row, row, dim * stride, stride), dtype)
+
+        value_dim = value_dim or head_dim
+        q, k = tensor("q", queries, 4, head_dim), tensor("k", 640, 2, head_dim)
+        v, out = tensor("v", 640, 2, value_dim), dense("out", (2, queries, 4, value_dim), dtype)
+        for step in plan_attention(q, k, v, out, device=device, **features):
+            found[step.kernel] = None
+
+    bias = dense("bias", (1, 1, 512, 640), dtypes.f32)
+    mask = dense("mask", (2, 1, 1, 640), dtypes.bool_)
+    slopes = dense("alibi_slopes", (4,), dtypes.f32)
+    for dtype in _FLOATS:
+        for head_dim in (32, 64, 80, 96, 128, 160, 192, 256):
+            add(dtype, head_dim)
+            add(dtype, head_dim, causal=True)
+        for head_dim in (64, 128):
+            for queries in (1, 16, 32):
+                add(dtype, head_dim, queries)
+        for head_dim in (64, 128, 256):
+            add(dtype, head_dim, window=(100, 20), softcap=30.0, bias=bias, mask=mask, alibi_slopes=slopes)
+        add(dtype, 64, mask=mask)
+        add(dtype, 64, bias=bias)
+        add(dtype, 192, value_dim=128, causal=True)
+        add(dtype, 5, causal=True)
+        add(dtype, 100)
+        add(dtype, 64, stride=2, causal=True)
+    return list(found)
