@@ -67,7 +67,7 @@ void land_in_flight(Copy& copy) {
 }
 
 // Whether copies must be remembered: otherwise everything is done at issue.
-bool deferred(const Group& group) { return group.checks.adversarial || group.races; }
+bool deferred(const Group& group) { return group.checks.adversarial || group.checks.races; }
 
 u64 race_key(const Thread& thread) { return u64{1} << 40 | u64{thread.block->rank} << 16 | thread.index(); }
 

@@ -169,14 +169,14 @@ void mbarrier_note_copy(const SharedPlace& place, CallSite site) {
 void mbarrier_complete_tx(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site) {
   Barrier& barrier = find(place, site);
   --barrier.copies;
-  if (RaceDetector* races = place.block->group->races.get()) races->complete_async(barrier.arrived, epoch);
+  if (RaceDetector* races = detector()) races->complete_async(barrier.arrived, epoch);
   change_tx(place, barrier, -i64{bytes}, site);
   complete_phase_if_due(place, barrier, site);
 }
 
 void mbarrier_arrive_async(const SharedPlace& place, Epoch epoch, CallSite site) {
   Barrier& barrier = find(place, site);
-  if (RaceDetector* races = place.block->group->races.get()) {
+  if (RaceDetector* races = detector()) {
     if (epoch.time) races->complete_async(barrier.arrived, epoch);
   }
   arrive(place, barrier, site);

@@ -1,0 +1,58 @@
+// The simulated device's tensor map: the same 128 opaque bytes as a CUtensorMap, with contents of its own.
+#pragma once
+#include "types.h"
+
+namespace cki::sim {
+
+constexpr u32 kMaxTensorRank = 5;
+
+struct TensorMapFields {
+  u64 magic;
+  u8* base;
+  u64 stride[kMaxTensorRank - 1];      // bytes, of dimensions 1..
+  u32 last_index[kMaxTensorRank];      // extent - 1, because an extent may be 2^32
+  u16 box[kMaxTensorRank];             // elements
+  u8 rank, element_bytes, swizzle_bytes, data_type;
+  bool fill_nan;
+
+  u32 row_bytes() const { return u32{box[0]} * element_bytes; }
+  u32 rows() const;
+  u32 tile_bytes() const { return row_bytes() * rows(); }
+};
+static_assert(sizeof(TensorMapFields) <= 128);
+
+// CUtensorMapDataType
+enum class TensorType : u8 { U8, U16, U32, I32, U64, I64, F16, F32, F64, Bf16, F32Ftz, Tf32, Tf32Ftz };
+
+// A copy of the map at `map`; fatal when it is not one of this rank.
+TensorMapFields read_tensor_map(const void* map, int rank, CallSite site);
+
+// One row of the box (all elements along dimension 0) in global memory.
+struct TileRow {
+  u8* global;             // of the row's first element inside the tensor; null when the whole row lies outside
+  u32 begin, end;         // the bytes of the row that lie inside
+};
+
+// Row `row` of the box at `coordinates`.
+TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row);
+
+// Where byte `offset` of the tile lies, for a tile at shared address `tile`: the swizzle permutes 16-byte chunks by address.
+inline u32 swizzled(const TensorMapFields& map, u32 address) {
+  switch (map.swizzle_bytes) {
+    case 128: return address ^ (address >> 3 & 0x70);
+    case 64: return address ^ (address >> 3 & 0x30);
+    case 32: return address ^ (address >> 3 & 0x10);
+    default: return address;
+  }
+}
+
+}  // namespace cki::sim
+
+extern "C" {
+// cuTensorMapEncodeTiled for the simulated device: the same arguments, by the driver's enumerations. Returns 0, or 1 with every
+// broken rule in `error`, one a line.
+int cki_sim_tensor_map_encode_tiled(void* map, int data_type, unsigned rank, void* address, const std::uint64_t* extents,
+                                    const std::uint64_t* strides, const unsigned* box, const unsigned* element_strides,
+                                    int interleave, int swizzle, int l2_promotion, int oob_fill, char* error,
+                                    unsigned error_bytes);
+}

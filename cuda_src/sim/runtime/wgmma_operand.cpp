@@ -1,0 +1,168 @@
+// Conversion of wgmma's operands to fp32 and the matrix product.
+#include "wgmma_operand.h"
+
+#include <array>
+#include <cstring>
+
+#include "block.h"
+#include "convert.h"
+#include "vectorize.h"
+
+namespace cki::sim {
+
+namespace {
+
+constexpr u32 kRowsOfA = 64;
+
+const std::array<float, 256>& e4m3_table() {
+  static const std::array<float, 256> table = [] {
+    std::array<float, 256> values{};
+    for (u32 i = 0; i < 256; ++i) values[i] = e4m3_bits_to_f32(static_cast<u8>(i));
+    return values;
+  }();
+  return table;
+}
+
+struct F16 {
+  static constexpr u32 kK = 16, kPerRegister = 2, kPerChunk = 8;
+  static void convert(const u8* chunk, float* out) {
+    u16 bits[kPerChunk];
+    std::memcpy(bits, chunk, kChunkBytes);
+    for (u32 i = 0; i < kPerChunk; ++i) out[i] = f16_bits_to_f32(bits[i]);
+  }
+  static float element(u32 bits, u32 i) { return f16_bits_to_f32(static_cast<u16>(bits >> 16 * i)); }
+};
+
+struct Bf16 {
+  static constexpr u32 kK = 16, kPerRegister = 2, kPerChunk = 8;
+  static void convert(const u8* chunk, float* out) {
+    u16 bits[kPerChunk];
+    std::memcpy(bits, chunk, kChunkBytes);
+    for (u32 i = 0; i < kPerChunk; ++i) out[i] = bf16_bits_to_f32(bits[i]);
+  }
+  static float element(u32 bits, u32 i) { return bf16_bits_to_f32(static_cast<u16>(bits >> 16 * i)); }
+};
+
+struct E4m3 {
+  static constexpr u32 kK = 32, kPerRegister = 4, kPerChunk = 16;
+  static void convert(const u8* chunk, float* out) {
+    const float* table = e4m3_table().data();
+    for (u32 i = 0; i < kPerChunk; ++i) out[i] = table[chunk[i]];
+  }
+  static float element(u32 bits, u32 i) { return e4m3_table()[bits >> 8 * i & 0xff]; }
+};
+
+// Reads chunks from the window, each checked against the block's shared memory.
+struct ChunkReader {
+  Block& block;
+  CallSite site;
+
+  const u8* operator()(u32 address) const {
+    const u32 offset = (address & 0x3ffff) - kSharedBase;
+    if (!block.window.valid(offset, kChunkBytes)) {
+      out_of_bounds(site, "wgmma operand at shared 0x%x lies outside the block's shared memory", address);
+    }
+    return block.window.base + offset;
+  }
+};
+
+// Contiguous along the fast index of `out`: out[slow][fast], fast running over the elements of a chunk.
+template <class Type>
+void read_straight(const MatrixDescriptor& d, bool mn_major, u32 rows, u32 row_length, float* out, ChunkReader read) {
+  for_each_chunk(d, mn_major, 0, rows, [&](u32 address, u32 slow, u32 chunk) {
+    Type::convert(read(address), out + slow * row_length + chunk * Type::kPerChunk);
+  });
+}
+
+// Across: out[fast][slow]. Eight chunks make a block whose transposition stays in the first-level cache.
+template <class Type>
+void read_transposed(const MatrixDescriptor& d, bool mn_major, u32 rows, u32 row_length, float* out, ChunkReader read) {
+  constexpr u32 kBlock = 8;
+  const u32 slow_count = mn_major ? 16 : rows, chunks = mn_major ? rows / 8 : 2;
+  float block[kBlock][Type::kPerChunk];
+  for (u32 slow = 0; slow < slow_count; slow += kBlock) {
+    for (u32 chunk = 0; chunk < chunks; ++chunk) {
+      for (u32 i = 0; i < kBlock; ++i) {
+        Type::convert(read(mn_major ? d.mn_major(slow + i, chunk) : d.k_major(slow + i, chunk)), block[i]);
+      }
+      for (u32 fast = 0; fast < Type::kPerChunk; ++fast) {
+        float* target = out + (chunk * Type::kPerChunk + fast) * row_length + slow;
+        for (u32 i = 0; i < kBlock; ++i) target[i] = block[i][fast];
+      }
+    }
+  }
+}
+
+template <class Type>
+void registers_of(const u32 (*registers)[4], float* out) {
+  constexpr u32 kPer = Type::kPerRegister, kHalf = Type::kK / 2;
+  for (u32 thread = 0; thread < 128; ++thread) {
+    const u32 lane = thread % kWarpSize, g = lane / 4, t = lane % 4;
+    float* top = out + (thread / kWarpSize * 16 + g) * Type::kK + t * kPer;
+    float* bottom = top + 8 * Type::kK;
+    for (u32 i = 0; i < kPer; ++i) {
+      top[i] = Type::element(registers[thread][0], i);
+      bottom[i] = Type::element(registers[thread][1], i);
+      top[kHalf + i] = Type::element(registers[thread][2], i);
+      bottom[kHalf + i] = Type::element(registers[thread][3], i);
+    }
+  }
+}
+
+// A block of Rows x Columns of D stays in vector registers while k runs.
+template <u32 Rows, u32 Columns>
+inline void multiply_block(const float* a, const float* b, float* d, u32 n, u32 k_count) {
+  float sum[Rows][Columns];
+  for (u32 r = 0; r < Rows; ++r) {
+    for (u32 c = 0; c < Columns; ++c) sum[r][c] = d[r * n + c];
+  }
+  for (u32 k = 0; k < k_count; ++k) {
+    for (u32 r = 0; r < Rows; ++r) {
+      for (u32 c = 0; c < Columns; ++c) sum[r][c] += a[r * k_count + k] * b[k * n + c];
+    }
+  }
+  for (u32 r = 0; r < Rows; ++r) {
+    for (u32 c = 0; c < Columns; ++c) d[r * n + c] = sum[r][c];
+  }
+}
+
+}  // namespace
+
+void read_operand_a(Block& block, const MatrixDescriptor& d, WgmmaType type, bool mn_major, u32 rows, float* out,
+                    CallSite site) {
+  const ChunkReader read{block, site};
+  if (type == WgmmaType::E4m3) return read_straight<E4m3>(d, false, rows, 32, out, read);
+  if (type == WgmmaType::F16) {
+    return mn_major ? read_transposed<F16>(d, true, rows, 16, out, read) : read_straight<F16>(d, false, rows, 16, out, read);
+  }
+  return mn_major ? read_transposed<Bf16>(d, true, rows, 16, out, read) : read_straight<Bf16>(d, false, rows, 16, out, read);
+}
+
+void read_operand_b(Block& block, const MatrixDescriptor& d, WgmmaType type, bool mn_major, u32 rows, float* out,
+                    CallSite site) {
+  const ChunkReader read{block, site};
+  if (type == WgmmaType::E4m3) return read_transposed<E4m3>(d, false, rows, rows, out, read);
+  if (type == WgmmaType::F16) {
+    return mn_major ? read_straight<F16>(d, true, rows, rows, out, read) : read_transposed<F16>(d, false, rows, rows, out, read);
+  }
+  return mn_major ? read_straight<Bf16>(d, true, rows, rows, out, read) : read_transposed<Bf16>(d, false, rows, rows, out, read);
+}
+
+void read_register_a(const u32 (*registers)[4], WgmmaType type, float* out) {
+  switch (type) {
+    case WgmmaType::F16: return registers_of<F16>(registers, out);
+    case WgmmaType::Bf16: return registers_of<Bf16>(registers, out);
+    case WgmmaType::E4m3: return registers_of<E4m3>(registers, out);
+  }
+}
+
+CKI_SIM_VECTORIZE void multiply_accumulate(const float* a, const float* b, float* d, u32 n, u32 k) {
+  constexpr u32 kRows = 4;
+  for (u32 row = 0; row < kRowsOfA; row += kRows) {
+    u32 column = 0;
+    for (; column + 16 <= n; column += 16) multiply_block<kRows, 16>(a + row * k, b + column, d + row * n + column, n, k);
+    for (; column < n; column += 8) multiply_block<kRows, 8>(a + row * k, b + column, d + row * n + column, n, k);
+  }
+}
+
+}  // namespace cki::sim
