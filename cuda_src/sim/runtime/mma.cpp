@@ -7,7 +7,6 @@
 #include "convert.h"
 #include "engine.h"
 #include "scheduler.h"
-#include "vectorize.h"
 #include "warp.h"
 
 using namespace cki::sim;
@@ -45,7 +44,7 @@ struct E4m3 {
 
 // D += A B with A column by column and B row by row: the inner loop runs over contiguous columns of D.
 template <u32 K>
-CKI_SIM_VECTORIZE void multiply(const float (&a)[K][kM], const float (&b)[K][kN], float (&d)[kM][kN]) {
+void multiply(const float (&a)[K][kM], const float (&b)[K][kN], float (&d)[kM][kN]) {
   for (u32 k = 0; k < K; ++k) {
     for (u32 row = 0; row < kM; ++row) {
       for (u32 column = 0; column < kN; ++column) d[row][column] += a[k][row] * b[k][column];

@@ -6,7 +6,6 @@
 
 #include "block.h"
 #include "convert.h"
-#include "vectorize.h"
 
 namespace cki::sim {
 
@@ -156,7 +155,7 @@ void read_register_a(const u32 (*registers)[4], WgmmaType type, float* out) {
   }
 }
 
-CKI_SIM_VECTORIZE void multiply_accumulate(const float* a, const float* b, float* d, u32 n, u32 k) {
+void multiply_accumulate(const float* a, const float* b, float* d, u32 n, u32 k) {
   constexpr u32 kRows = 4;
   for (u32 row = 0; row < kRowsOfA; row += kRows) {
     u32 column = 0;
