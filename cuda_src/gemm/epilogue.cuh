@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_pair(Element* p, i64 column_stride, int in
 template <Activation kActivation, bool kHasBias, bool kHasResidual, int kVectorY, int kVectorResidual, int kTilesM,
           int kTilesN, class Element, class Bias, class Offset>
 __device__ __forceinline__ void write_result(const float (&sum)[kTilesM][kTilesN][4], const Bias* bias,
-                                             const Matrix<const Element, Offset>& residual,
+                                             i64 bias_stride, const Matrix<const Element, Offset>& residual,
                                              const Matrix<Element, Offset>& y, int first_row, int rows, int first_column,
                                              int columns) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void write_result(const float (&sum)[kTilesM][kTilesN
 #pragma unroll
     for (int j = 0; j < kTilesN; ++j) {
       const int column = first_lane_column + j * 8;
-      if (column < columns) load_pair<1>(bias_pair[j], bias + column, 1, min(columns - column, 2));
+      if (column < columns) load_pair<1>(bias_pair[j], bias + column * bias_stride, bias_stride, min(columns - column, 2));
     }
   }
 #pragma unroll

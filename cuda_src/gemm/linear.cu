@@ -13,14 +13,15 @@
 // Finish.  Bias, activation and residual in registers (epilogue.cuh).
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from the L2 cache; 2 M N K flops.
 //
-// Layouts. x: rows of `x_stride` elements (kSplitRows: rows are (outer, inner_rows) with two strides), K with stride
-//          x_column_stride. w: kWeightAlongN ? [K, N] : [N, K] with w_stride between rows of the other axis. A weight in
-//          kSegments parts (fused Q, K, V projections) is kSegments tensors of the same strides and their own column
-//          counts, whose results lie side by side in y. y, residual: any strides.
+// Layouts. Rows of x, residual and y are numbered over up to three axes (kRowAxes 1 or 3, extents rows / extent1 /
+//          extent2 outermost first, one stride an axis); their columns have strides of their own. w is [K, N] with rows
+//          along N (kWeightAlongN) or [N, K] with rows along K, w_stride between rows. A weight in kSegments parts (fused
+//          Q, K, V projections) is kSegments tensors of the same strides and n0, n1, n2 columns, whose results lie side
+//          by side in y. All strides in elements.
 //
 // Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsM, kWarpsN, kStages,
 //   kMinBlocks, kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX, kUnitStrideW, kWeightAlongN,
-//   kSplitRows, kSegments (1 to 3), kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
+//   kRowAxes, kSegments (1 to 3), kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
 // Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes.
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
@@ -45,8 +46,8 @@ static_assert(kTilesN % 2 == 0, "one ldmatrix.x4 brings 16 columns of w");
 static_assert(kStages >= 2, "a stage is filled while another is read");
 
 using Weight = gemm::WeightTile<Element, kBlockN, kWeightAlongN>;
-using Rows = gemm::RowOffset<kSplitRows>;
-using PlainRows = gemm::RowOffset<false>;
+using Rows = gemm::RowOffset<kRowAxes>;
+using WeightRows = gemm::RowOffset<1>;
 
 // The tile's share of the weight: its part of a weight in segments, and where the part's columns begin in y.
 struct Segment {
@@ -98,10 +99,10 @@ __device__ __forceinline__ void add_stage(float (&sum)[kTilesM][kTilesN][4], con
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear(const Element* x, const Element* w0, const Element* w1, const Element* w2, const Bias* bias0,
-           const Bias* bias1, const Bias* bias2, const Element* residual, Element* y, int rows, int n0, int n1, int n2,
-           int depth, int inner_rows, i64 x_outer_stride, i64 x_stride, i64 x_column_stride, i64 w_stride,
-           i64 w_column_stride, i64 residual_outer_stride, i64 residual_stride, i64 residual_column_stride,
-           i64 y_outer_stride, i64 y_stride, i64 y_column_stride) {
+           const Bias* bias1, const Bias* bias2, const Element* residual, Element* y, int rows, int extent1, int extent2,
+           int n0, int n1, int n2, int depth, i64 x_stride0, i64 x_stride1, i64 x_stride2, i64 residual_stride0,
+           i64 residual_stride1, i64 residual_stride2, i64 y_stride0, i64 y_stride1, i64 y_stride2, i64 w_stride,
+           i64 x_column_stride, i64 residual_column_stride, i64 y_column_stride, i64 w_column_stride, i64 bias_stride) {
   extern __shared__ __align__(128) unsigned char shared[];
 
   const int tiles_m = (rows + kBlockM - 1) / kBlockM;
@@ -111,15 +112,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int first_row = tile.m * kBlockM;
   const int first_column = segment.tile_n * kBlockN;
 
+  const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
+  const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
   const auto load_stage = [&](int k_tile) {
     unsigned char* x_tile = shared + k_tile % kStages * kStageBytes;
     unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
-    gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kThreads>(
-        x_tile, x, Rows{x_outer_stride, x_stride, inner_rows}, kUnitStrideX ? 1 : x_column_stride, first_row, rows,
-        k_tile * kStageK, depth);
     const int k = k_tile * kStageK;
+    gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kThreads>(
+        x_tile, x, x_rows, kUnitStrideX ? 1 : x_column_stride, first_row, rows, k, depth);
     gemm::copy_tile<Weight::kRows, Weight::kChunks, kCopyBytesW, Weight::kSwizzle, kThreads>(
-        w_tile, segment.w, PlainRows{0, w_stride, 1}, kUnitStrideW ? 1 : w_column_stride,
+        w_tile, segment.w, w_rows, kUnitStrideW ? 1 : w_column_stride,
         kWeightAlongN ? k : first_column, kWeightAlongN ? depth : segment.columns, kWeightAlongN ? first_column : k,
         kWeightAlongN ? segment.columns : depth);
   };
@@ -163,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if constexpr (kSumPerStage) {
     const auto plain_dot = [&](int row, int column) {
-      const Element* x_row = x + Rows{x_outer_stride, x_stride, inner_rows}(row);
+      const Element* x_row = x + x_rows(row);
       const Element* w_column = segment.w + column * (kWeightAlongN ? w_column_stride : w_stride);
       const i64 w_step = kWeightAlongN ? w_stride : w_column_stride;
       float dot = 0.0f;
@@ -174,13 +176,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     gemm::recompute_nan(sum, first_row + warp_row, rows, first_column + warp_column, segment.columns, plain_dot);
   }
 
-  const i64 y_first = segment.first_y_column * y_column_stride;
-  const i64 residual_first = segment.first_y_column * residual_column_stride;
   const gemm::Matrix<const Element, Rows> added = {
-      residual + residual_first, {residual_outer_stride, residual_stride, inner_rows},
+      residual + segment.first_y_column * residual_column_stride,
+      {{residual_stride0, residual_stride1, residual_stride2}, extent1, extent2},
       kVectorResidual == 2 ? 1 : residual_column_stride};
-  const gemm::Matrix<Element, Rows> result = {
-      y + y_first, {y_outer_stride, y_stride, inner_rows}, kVectorY == 2 ? 1 : y_column_stride};
+  const gemm::Matrix<Element, Rows> result = {y + segment.first_y_column * y_column_stride,
+                                              {{y_stride0, y_stride1, y_stride2}, extent1, extent2},
+                                              kVectorY == 2 ? 1 : y_column_stride};
   gemm::write_result<static_cast<gemm::Activation>(kActivation), kHasBias, kHasResidual, kVectorY, kVectorResidual>(
-      sum, segment.bias, added, result, first_row + warp_row, rows, first_column + warp_column, segment.columns);
+      sum, segment.bias, bias_stride, added, result, first_row + warp_row, rows, first_column + warp_column, segment.columns);
 }

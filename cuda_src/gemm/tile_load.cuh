@@ -23,23 +23,24 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
   return (row * kChunks + mixed) * 16;
 }
 
-// Element offset of a row: rows are numbered over (outer, inner), so that a matrix whose rows are two axes of a tensor
-// that do not merge (a slice of the sequence axis) needs no copy. kSplit = false: one stride reaches every row.
-template <bool kSplit>
+// Element offset of a row. kAxes = 1: one stride reaches every row. kAxes = 3: rows are numbered over three axes of a
+// tensor, outermost first, so that axes which do not merge into one (a slice of the sequence axis) need no copy.
+template <int kAxes>
 struct RowOffset {
-  i64 outer_stride;
-  i64 stride;
-  int inner_rows;
+  static_assert(kAxes == 1 || kAxes == 3);
+  i64 strides[3];
+  int extent1, extent2;
 
   __device__ __forceinline__ i64 operator()(int row) const {
-    if constexpr (kSplit) return (row / inner_rows) * outer_stride + (row % inner_rows) * stride;
-    return row * stride;
+    if constexpr (kAxes == 1) return row * strides[2];
+    const int middle = row / extent2;
+    return (middle / extent1) * strides[0] + (middle % extent1) * strides[1] + (row % extent2) * strides[2];
   }
   // offset(row + kStep) for offset(row) = `offset`: an addition where that is enough.
   template <int kStep>
   __device__ __forceinline__ i64 advance(i64 offset, int row) const {
-    if constexpr (kSplit) return (*this)(row + kStep);
-    return offset + kStep * stride;
+    if constexpr (kAxes == 1) return offset + kStep * strides[2];
+    return (*this)(row + kStep);
   }
 };
 

@@ -1,0 +1,332 @@
+"""Linear layers: a matrix product with bias, activation and residual in one launch.
+
+    y = activation(x @ w + bias) + residual
+
+The residual is added after the activation.  Inputs are f16, bf16 or f32; sums are fp32 (for f32 inputs the tensor
+cores work on operands split in two, 3xTF32, so that fp32 accuracy holds); nothing is rounded but y.  Any extents, zero
+included, any strides and alignment: a transposed or sliced view is read where it lies.  Kernel:
+`cuda_src/gemm/linear.cu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from cki import dtypes
+from cki.device import DeviceInfo, sim_device
+from cki.dtypes import DType
+from cki.heuristics.linear import (
+    ACTIVATIONS,
+    MAX_EXTENT,
+    TILES_16BIT,
+    TILES_FP32,
+    Tile,
+    WeightAccess,
+    block_count,
+    choose_tile,
+    copy_bytes,
+    pair_access,
+    weight_access,
+)
+from cki.heuristics.rows import RowBatch, row_batches
+from cki.kernel import KernelSpec, kernel_spec
+from cki.operand import Operand
+from cki.ops.call import call
+from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
+from cki.plan import ArgumentValue, NullPointer, Plan, Step
+
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
+WeightLayout = Literal["in_out", "out_in"]
+
+#: Parts of a weight that one launch multiplies with.
+MAX_PARTS = 3
+_TYPES = (dtypes.f32, dtypes.f16, dtypes.bf16)
+_TYPE_NAMES = "f32, f16 or bf16"
+
+
+def linear(
+    x: Any, w: Any, bias: Any = None, *, activation: Activation | None = None, residual: Any = None,
+    weight_layout: WeightLayout = "in_out", out: Any = None, stream: Any = None,
+) -> Any:  # fmt: skip
+    """activation(x @ w + bias) + residual over the last axis of x.
+
+    x: [..., K] of f32, f16 or bf16, any strides.
+    w: of x's type, any strides: [K, N] for weight_layout "in_out" (Keras and TensorFlow kernels), [N, K] for "out_in"
+        (torch `nn.Linear.weight`).  `linear(x, w.T)` is `linear(x, w, weight_layout="out_in")`, without a copy.
+    bias: [N], f32 or x's type.
+    activation: None; "gelu", by the error function: v/2 (1 + erf(v/sqrt(2))); "gelu_tanh", its approximation
+        v/2 (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) (both Hendrycks, Gimpel 2016, arXiv:1606.08415); "silu",
+        v/(1 + exp(-v)); "relu".  It acts on the fp32 sum.
+    residual: of y's shape and x's type; added after the activation, before y is rounded.
+    out: where to write y; may be the residual itself.
+
+    Returns y [..., N] of x's type.
+
+    With K = 0 the product is zero, and y = activation(bias) + residual.
+    Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
+    """
+    return call(LINEAR, (x, w, bias, residual), (activation, weight_layout), (out,), stream)
+
+
+class Part(NamedTuple):
+    """A part of a weight: [K, N] or [N, K], and its bias [N] or None."""
+
+    w: Operand
+    bias: Operand | None
+
+
+def plan_linear(
+    x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
+    activation: str | None = None, weight_layout: str = "in_out", tile: Tile | None = None,
+) -> tuple[Step, ...]:  # fmt: skip
+    """Steps of one linear layer over operands (see `linear`).  tile: instead of the heuristic's choice."""
+    return _plan(x, [Part(w, bias)], residual, y, device, activation, weight_layout, tile)
+
+
+def plan_linear_parts(
+    x: Operand, parts: Sequence[Part], y: Operand, device: DeviceInfo, *, weight_layout: str = "in_out",
+    tile: Tile | None = None,
+) -> tuple[Step, ...]:  # fmt: skip
+    """Several linear layers of one x, their results side by side in y's last axis (Q, K and V projections).
+
+    One launch for up to MAX_PARTS parts when their weights have the same strides and either all have a bias of one
+    type or none has; else one launch a part.
+    """
+    filled = [part for part in parts if _columns(part.w, weight_layout) > 0]
+    groups = [filled] if _launch_together(filled, weight_layout) else [[part] for part in filled]
+    steps: list[Step] = []
+    first = 0
+    for group in groups:
+        columns = sum(_columns(part.w, weight_layout) for part in group)
+        result = y.view((*y.shape[:-1], columns), y.strides, first * y.strides[-1])
+        steps += _plan(x, group, None, result, device, None, weight_layout, tile)
+        first += columns
+    return tuple(steps)
+
+
+def _access(w: Operand, weight_layout: str) -> WeightAccess:
+    """How w is read; its axes are (K, N) for "in_out", (N, K) for "out_in"."""
+    k, n = (0, 1) if weight_layout == "in_out" else (1, 0)
+    return weight_access(w.shape[k], w.shape[n], w.strides[k], w.strides[n])
+
+
+def _columns(w: Operand, weight_layout: str) -> int:
+    return w.shape[1 if weight_layout == "in_out" else 0]
+
+
+def _launch_together(parts: Sequence[Part], weight_layout: str) -> bool:
+    accesses = {_access(part.w, weight_layout) for part in parts}
+    biases = {None if part.bias is None else part.bias.dtype for part in parts}
+    bias_steps = {part.bias.strides for part in parts if part.bias is not None and part.bias.shape[0] > 1}
+    return len(parts) <= MAX_PARTS and len(accesses) <= 1 and len(biases) <= 1 and len(bias_steps) <= 1
+
+
+def _plan(
+    x: Operand, parts: Sequence[Part], residual: Operand | None, y: Operand, device: DeviceInfo,
+    activation: str | None, weight_layout: str, tile: Tile | None,
+) -> tuple[Step, ...]:  # fmt: skip
+    access = _access(parts[0].w, weight_layout)
+    columns = [_columns(part.w, weight_layout) for part in parts]
+    depth = x.shape[-1]
+    x_column_stride = 1 if depth <= 1 else x.strides[-1]
+    y_column_stride = 1 if y.shape[-1] <= 1 else y.strides[-1]
+    residual_column_stride = 1 if residual is None or y.shape[-1] <= 1 else residual.strides[-1]
+    copy_w = min(copy_bytes(part.w, access.column_stride, (access.stride,)) for part in parts)
+    # Where the parts begin decides, with y's own alignment, whether pairs of columns are aligned.
+    even_parts = all(n % 2 == 0 for n in columns[:-1])
+
+    steps = []
+    for batch in row_batches([t for t in (x, residual, y) if t is not None]):
+        x_batch, residual_batch, y_batch = _at_batch((x, residual, y), batch)
+        assert x_batch is not None
+        assert y_batch is not None
+        strides = _strides_of((x, residual, y), batch)
+        copy_x = copy_bytes(x_batch, x_column_stride, strides[0])
+        gathered = min(copy_x, copy_w) < 4 or x_column_stride != 1 or access.column_stride != 1
+        chosen = tile or choose_tile(batch.rows, columns, depth, x.dtype.itemsize, device, gathered=gathered)
+        kernel = linear_kernel(
+            x.dtype, chosen, bias=None if parts[0].bias is None else parts[0].bias.dtype, activation=activation,
+            residual=residual is not None, access=access, unit_x=x_column_stride == 1, copy_x=copy_x, copy_w=copy_w,
+            row_axes=batch.axes, parts=len(parts),
+            pair_y=even_parts and pair_access(y_batch, y_column_stride, strides[2]),
+            pair_residual=residual_batch is not None
+            and pair_access(residual_batch, residual_column_stride, strides[1]),
+        )  # fmt: skip
+        absent = MAX_PARTS - len(parts)
+        arguments: tuple[ArgumentValue, ...] = (
+            x_batch, *(part.w for part in parts), *(NullPointer(),) * absent,
+            *(part.bias or NullPointer() for part in parts), *(NullPointer(),) * absent,
+            residual_batch or NullPointer(), y_batch,
+            batch.rows, *batch.extents[1:], *columns, *(0,) * absent, depth,
+            *(stride for tensor in strides for stride in tensor), access.stride,
+            x_column_stride, residual_column_stride, y_column_stride, access.column_stride,
+            1 if parts[0].bias is None else parts[0].bias.strides[0],
+        )  # fmt: skip
+        blocks = block_count(chosen, batch.rows, columns)
+        reason = (
+            f"{batch.rows} x {depth} by {' + '.join(map(str, columns))}: tiles of {chosen.block_m} x {chosen.block_n}, "
+            f"{blocks} blocks, {copy_x} and {copy_w} bytes a copy"
+        )
+        steps.append(
+            Step(
+                kernel,
+                (blocks, 1, 1),
+                (chosen.threads, 1, 1),
+                arguments,
+                smem=chosen.shared_memory,
+                reason=reason,
+            )
+        )
+    return tuple(steps)
+
+
+def _at_batch(tensors: Sequence[Operand | None], batch: RowBatch) -> list[Operand | None]:
+    """The tensors from their first row of the batch on."""
+    offsets = iter(batch.offsets)
+    return [None if t is None else t.view(t.shape, t.strides, next(offsets)) for t in tensors]
+
+
+def _strides_of(tensors: Sequence[Operand | None], batch: RowBatch) -> list[tuple[int, int, int]]:
+    strides = iter(batch.strides)
+    return [(0, 0, 0) if t is None else next(strides) for t in tensors]
+
+
+def linear_kernel(
+    dtype: DType, tile: Tile, *, bias: DType | None = None, activation: str | None = None, residual: bool = False,
+    access: WeightAccess = WeightAccess(True, 0, 1), unit_x: bool = True, copy_x: int = 16, copy_w: int = 16,  # noqa: B008
+    row_axes: int = 1, parts: int = 1, pair_y: bool = True, pair_residual: bool = True,
+) -> KernelSpec:  # fmt: skip
+    """The kernel of one configuration."""
+    return kernel_spec(
+        "gemm/linear.cu", "linear", "P" * 9 + "i" * 7 + "q" * 15, max_registers=tile.max_registers,
+        Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
+        kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kWarpsM=tile.warps_m,
+        kWarpsN=tile.warps_n, kStages=tile.stages, kMinBlocks=tile.min_blocks, kCopyBytesX=copy_x, kCopyBytesW=copy_w,
+        kUnitStrideX=unit_x, kUnitStrideW=access.column_stride == 1, kWeightAlongN=access.along_n, kRowAxes=row_axes,
+        kSegments=parts, kVectorY=2 if pair_y else 1, kVectorResidual=2 if residual and pair_residual else 1,
+    )  # fmt: skip
+
+
+def check_linear(
+    problem: Problem, depth: int, columns: int, names: tuple[str, str, str] = ("x", "w", "bias"),
+    weight_layout: str = "in_out",
+) -> None:  # fmt: skip
+    """Note what is wrong with a weight, and its bias, for a depth x columns product with x.  -1: any extent."""
+    x_name, w_name, bias_name = names
+    x, w, bias = problem[x_name], problem[w_name], problem.get(bias_name)
+    if w.dtype != x.dtype:
+        problem.reject(f"{w_name} is {w.dtype}, {x_name} is {x.dtype}", f"{w_name} of {x.dtype}")
+    axes = ("K", "N") if weight_layout == "in_out" else ("N", "K")
+    wanted = dict(zip(("K", "N"), (depth, columns)))
+    shape = tuple(axis if wanted[axis] < 0 else wanted[axis] for axis in axes)
+    if w.ndim != 2 or any(isinstance(e, int) and e != got for e, got in zip(shape, w.shape)):
+        problem.reject(
+            f"{w_name} has shape {w.shape}, {x_name} has shape {x.shape}",
+            f"{w_name} of shape ({shape[0]}, {shape[1]})",
+        )
+        return
+    if max(w.shape) > MAX_EXTENT:
+        problem.reject(f"{w_name} has shape {w.shape}", f"axes of at most {MAX_EXTENT}")
+    if bias is not None:
+        check_vector(problem, bias_name, w.shape[axes.index("N")], x)
+
+
+def check_vector(problem: Problem, name: str, extent: int, x: Operand) -> None:
+    """Note what is wrong with a vector of that extent, of f32 or x's type."""
+    vector = problem[name]
+    if vector.dtype not in (dtypes.f32, x.dtype):
+        types = "f32" if x.dtype == dtypes.f32 else f"f32 or {x.dtype}"
+        problem.reject(f"{name} is {vector.dtype}", f"{name} of {types}")
+    if vector.shape != (extent,):
+        problem.reject(f"{name} has shape {vector.shape}", f"{name} of shape ({extent},)")
+
+
+def check_alignment(problem: Problem) -> None:
+    """Note tensors that lie at no multiple of their element's size: no kernel can read them."""
+    for name, operand in problem.operands.items():
+        if operand is not None and operand.size and operand.alignment % operand.dtype.itemsize:
+            size = operand.dtype.itemsize
+            problem.reject(
+                f"{name} lies at no multiple of its element size {size}", f"{name} aligned to {size} bytes"
+            )
+
+
+def _check(problem: Problem) -> None:
+    x, layout = problem["x"], problem.attribute("weight_layout")
+    check_alignment(problem)
+    if x.dtype not in _TYPES:
+        problem.reject(f"x is {x.dtype}", f"x of {_TYPE_NAMES}")
+    if problem.attribute("activation") not in ACTIVATIONS:
+        known = ", ".join(repr(name) for name in ACTIVATIONS if name) + " or None"
+        problem.reject(f"activation is {problem.attribute('activation')!r}", f"activation {known}")
+    if layout not in ("in_out", "out_in"):
+        problem.reject(f"weight_layout is {layout!r}", 'weight_layout "in_out" or "out_in"')
+        layout = "in_out"
+    if x.ndim == 0:
+        problem.reject("x has no axis to multiply (shape ())", "x of shape [..., K]")
+        return
+    if x.shape[-1] > MAX_EXTENT:
+        problem.reject(f"x has shape {x.shape}", f"a last axis of at most {MAX_EXTENT}")
+    check_linear(problem, x.shape[-1], -1, weight_layout=layout)
+    w, residual = problem["w"], problem.get("residual")
+    if residual is not None:
+        if residual.dtype != x.dtype:
+            problem.reject(f"residual is {residual.dtype}, x is {x.dtype}", f"residual of {x.dtype}")
+        if w.ndim == 2 and residual.shape != (*x.shape[:-1], _columns(w, layout)):
+            problem.reject(
+                f"residual has shape {residual.shape}, the result has shape {(*x.shape[:-1], _columns(w, layout))}",
+                f"residual of shape {(*x.shape[:-1], _columns(w, layout))}",
+            )
+
+
+def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
+    x = problem["x"]
+    columns = _columns(problem["w"], problem.attribute("weight_layout"))
+    return {"out": OutputSpec((*x.shape[:-1], columns), x.dtype)}
+
+
+def _plan_problem(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
+    return Plan(plan_linear(
+        problem["x"], problem["w"], problem.get("bias"), problem.get("residual"), outputs["out"], device,
+        activation=problem.attribute("activation"), weight_layout=problem.attribute("weight_layout"),
+    ))  # fmt: skip
+
+
+LINEAR = OpSpec(
+    name="linear",
+    inputs=(Input("x"), Input("w"), Input("bias", True), Input("residual", True)),
+    attributes=(Attribute("activation", str), Attribute("weight_layout", str, "in_out")),
+    outputs=("out",),
+    check=_check,
+    infer=_infer,
+    plan=_plan_problem,
+    in_place=(("out", "residual"),),
+)
+
+
+def representative_specs(arch: str) -> list[KernelSpec]:
+    """Kernels that stand for all: every tile with both weight orders, and the ways in which copies can be narrow."""
+    shared_memory = sim_device(arch).shared_memory_per_block
+    along_k = WeightAccess(False, 1024, 1)
+    strided = WeightAccess(False, 1024, 2)
+    found: dict[KernelSpec, None] = {}
+    for dtype in _TYPES:
+        for tile in TILES_FP32 if dtype == dtypes.f32 else TILES_16BIT:
+            if tile.shared_memory > shared_memory:
+                continue
+            full: dict[str, Any] = {"bias": dtype, "residual": True, "activation": "gelu"}
+            found[linear_kernel(dtype, tile, **full)] = None
+            found[linear_kernel(dtype, tile, access=along_k, **full)] = None
+            found[linear_kernel(dtype, tile, bias=dtypes.f32, parts=MAX_PARTS, row_axes=3, copy_x=8)] = None
+            narrow: dict[str, Any] = {"row_axes": 3, "pair_y": False, "pair_residual": False, **full}
+            found[linear_kernel(dtype, tile, copy_x=4, copy_w=4, **narrow)] = None
+            if tile.block_m * tile.block_n <= 64 * 64:  # what may be gathered: choose_tile
+                size = dtype.itemsize
+                found[linear_kernel(
+                    dtype, tile, copy_x=size, copy_w=size, unit_x=False, access=strided, **narrow
+                )] = None  # fmt: skip
+    smallest = TILES_16BIT[0]
+    for activation in ACTIVATIONS:
+        found[linear_kernel(dtypes.f16, smallest, activation=activation)] = None
+    return list(found)

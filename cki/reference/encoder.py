@@ -1,0 +1,85 @@
+"""Attention block and encoder layer in float64: the specification of `cki.fused_attention` and `cki.encoder_layer`.
+
+Arguments may be of any float type, ml_dtypes' bfloat16 included; results are float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cki.reference.attention import attention
+from cki.reference.linear import linear
+from cki.reference.norm import layer_norm
+
+Array = NDArray[Any]
+Result = NDArray[np.float64]
+
+
+def fused_attention(
+    x: Array, wq: Array, wk: Array, wv: Array, wo: Array, gamma: Array | None = None, beta: Array | None = None,
+    bq: Array | None = None, bk: Array | None = None, bv: Array | None = None, bo: Array | None = None,
+    mask: Array | None = None, *, num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False,
+    pre_ln: bool = True, residual: bool = True, epsilon: float = 1e-5, scale: float | None = None,
+) -> Result:  # fmt: skip
+    """Layer norm, Q, K and V projections, attention, output projection; x [batch, seq, hidden].
+
+    With A(u) = attention(u wq + bq, u wk + bk, u wv + bv) wo + bo:
+
+        pre_ln    y = A(LN(x)) + x
+        else      y = LN(A(x) + x)                both without the "+ x" when residual is False
+    """
+    u = _float64(x)
+    batch, seq, _ = u.shape
+    if pre_ln:
+        u = _norm(u, gamma, beta, epsilon)
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    q, k, v = linear(u, wq, bq), linear(u, wk, bk), linear(u, wv, bv)
+    context = attention(
+        q.reshape(batch, seq, num_heads, head_dim), k.reshape(batch, seq, kv_heads, head_dim),
+        v.reshape(batch, seq, kv_heads, head_dim), causal=causal, scale=scale, mask=_attention_mask(mask),
+    )  # fmt: skip
+    y = linear(context.reshape(batch, seq, num_heads * head_dim), wo, bo, residual=x if residual else None)
+    return y if pre_ln else _norm(y, gamma, beta, epsilon)
+
+
+def encoder_layer(
+    x: Array, wq: Array, wk: Array, wv: Array, wo: Array, w1: Array, w2: Array, *,
+    attention_gamma: Array | None = None, attention_beta: Array | None = None, output_gamma: Array | None = None,
+    output_beta: Array | None = None, bq: Array | None = None, bk: Array | None = None, bv: Array | None = None,
+    bo: Array | None = None, b1: Array | None = None, b2: Array | None = None, mask: Array | None = None,
+    num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True,
+    activation: str = "gelu", epsilon: float = 1e-5, scale: float | None = None,
+) -> Result:  # fmt: skip
+    """A transformer encoder layer: the attention block, then the feed-forward block F(u) = act(u w1 + b1) w2 + b2.
+
+    pre_ln    a = A(LN(x)) + x      y = F(LN'(a)) + a
+    else      a = LN(A(x) + x)      y = LN'(F(a) + a)
+    """
+    attended = fused_attention(
+        x, wq, wk, wv, wo, attention_gamma, attention_beta, bq, bk, bv, bo, mask, num_heads=num_heads,
+        head_dim=head_dim, num_kv_heads=num_kv_heads, causal=causal, pre_ln=pre_ln, epsilon=epsilon, scale=scale,
+    )  # fmt: skip
+    u = _norm(attended, output_gamma, output_beta, epsilon) if pre_ln else attended
+    y = linear(linear(u, w1, b1, activation=activation), w2, b2, residual=attended)
+    return y if pre_ln else _norm(y, output_gamma, output_beta, epsilon)
+
+
+def _attention_mask(mask: Array | None) -> Array | None:
+    """[batch, keys] or [batch, queries, keys] with a head axis, which `attention` wants."""
+    if mask is None or mask.ndim > 3:
+        return mask
+    return mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
+
+
+def _norm(x: Array, gamma: Array | None, beta: Array | None, epsilon: float) -> Result:
+    y = layer_norm(x, gamma, beta, eps=epsilon)
+    assert isinstance(y, np.ndarray)
+    return y
+
+
+def _float64(x: Array) -> Result:
+    result: Result = np.asarray(x).astype(np.float64)
+    return result
