@@ -65,6 +65,14 @@ def full_source(spec: KernelSpec) -> str:
     return head + inliner.expand(read(path), spec.source, path.parent)
 
 
+def _ends_in_comment(line: str, in_comment: bool) -> bool:
+    """Whether a /* comment is open at the end of a line.  Text in double quotes opens none."""
+    if not in_comment:
+        line = re.sub(r'"(\\.|[^"\\])*"', '""', line).split("//", 1)[0]
+    last_open, last_close = line.rfind("/*"), line.rfind("*/")
+    return last_open > last_close if last_open >= 0 else in_comment and last_close < 0
+
+
 class _Inliner:
     """Expands `#include "..."`; `<...>` is left to the compiler.
 
@@ -82,7 +90,12 @@ class _Inliner:
         """`text` with its headers; `shown_name` is what messages call it; `directory` is where it lies."""
         out = [f'#line 1 "{shown_name}"']
         depth = 0
+        in_comment = False
         for number, line in enumerate(text.split("\n"), start=1):
+            was_in_comment, in_comment = in_comment, _ends_in_comment(line, in_comment)
+            if was_in_comment:
+                out.append(line)
+                continue
             if found := _CONDITIONAL.match(line):
                 depth += -1 if found[1] == "endif" else 1
             include = _INCLUDE.match(line)
