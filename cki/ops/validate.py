@@ -1,0 +1,55 @@
+"""Looking at values in device memory, for `CKI_VALIDATE=1`: it waits for the device, so nothing else does it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from cki.adapter import adapter_of
+from cki.tensor import TensorView
+
+
+def host_values(tensor: Any, name: str) -> np.ndarray[Any, Any]:
+    """A copy of a tensor's values in host memory, after everything launched on its device has ended.
+
+    name: the argument's name, for errors.
+    """
+    view = adapter_of(tensor, name).view(tensor)
+    if view.size == 0:
+        return np.empty(view.shape, view.dtype.numpy)
+    if view.device.kind == "cpu":
+        return _strided(view).copy()
+    import cupy
+
+    with cupy.cuda.Device(view.device.index):
+        cupy.cuda.runtime.deviceSynchronize()
+        memory = cupy.cuda.UnownedMemory(view.ptr, _span(view), tensor)
+        array = cupy.ndarray(
+            view.shape, view.dtype.numpy, cupy.cuda.MemoryPointer(memory, 0), strides=_byte_strides(view)
+        )
+        return np.asarray(cupy.asnumpy(array))
+
+
+def _byte_strides(view: TensorView) -> tuple[int, ...]:
+    return tuple(stride * view.dtype.itemsize for stride in view.strides)
+
+
+def _span(view: TensorView) -> int:
+    """Bytes from the first element to the end of the furthest."""
+    reach = sum(max(stride, 0) * (extent - 1) for stride, extent in zip(view.strides, view.shape))
+    return (reach + 1) * view.dtype.itemsize
+
+
+def _strided(view: TensorView) -> np.ndarray[Any, Any]:
+    below = sum(min(stride, 0) * (extent - 1) for stride, extent in zip(view.strides, view.shape))
+    start = view.ptr + below * view.dtype.itemsize
+    memory = (ctypes.c_char * (_span(view) - below * view.dtype.itemsize)).from_address(start)
+    return np.ndarray(
+        view.shape,
+        view.dtype.numpy,
+        memoryview(memory).cast("B"),
+        -below * view.dtype.itemsize,
+        strides=_byte_strides(view),
+    )
