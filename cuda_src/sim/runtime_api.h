@@ -69,6 +69,8 @@ void cki_sim_cluster_arrive(int release);
 void cki_sim_cluster_wait(int acquire);
 // Control.
 void cki_sim_yield_poll();      // a polling loop calls this once for each look at memory
-void cki_sim_trap();
+void cki_sim_yield_after_look();   // an atomic found nothing to change: the same, but it alone is no sign of a deadlock
+[[noreturn]] void cki_sim_trap();
+[[noreturn]] void cki_sim_assertion_failed(const char* condition);
 unsigned long long cki_sim_clock();
 }

@@ -11,7 +11,7 @@ namespace cki::sim {
 namespace {
 
 constexpr u32 kPollRounds = 1000;         // of pure polling
-constexpr u32 kIdleRounds = 1000 * 1000;  // of polling mixed with barriers and votes, which write nothing
+constexpr u32 kIdleRounds = 200 * 1000;   // of polling mixed with barriers and votes, which write nothing
 
 void start_watch(Group& group) {
   Launch& launch = *group.launch;

@@ -141,13 +141,13 @@ struct RaceDetector::State {
     char buffer[64];
     Text place;
     place.add_site(other_site);
-    race_found(access.site, "%s shared 0x%x, %s %s%s without synchronisation;", access.what, access.address, how,
-               describe(other, buffer, sizeof buffer), place.str().c_str());
+    race_found(access.site, "%s %s shared 0x%x%s; with no synchronisation between, %s it",
+               describe(other, buffer, sizeof buffer), how, access.address, place.str().c_str(), access.what);
   }
 
   bool check_write(const Cell& cell, const Access& access) {
     if (cell.write.time <= access.known[cell.write.actor]) return false;
-    report(access, "written by", cell.write.actor, cell.write_site);
+    report(access, "wrote", cell.write.actor, cell.write_site);
     return true;
   }
 
@@ -155,11 +155,11 @@ struct RaceDetector::State {
     if (cell.readers) {
       for (u32 i = 0; i < threads; ++i)
         if (cell.readers[i] > access.known[i]) {
-          report(access, "read by", i, cell.read_site);
+          report(access, "read", i, cell.read_site);
           return true;
         }
     } else if (cell.read.time > access.known[cell.read.actor]) {
-      report(access, "read by", cell.read.actor, cell.read_site);
+      report(access, "read", cell.read.actor, cell.read_site);
       return true;
     }
     return false;

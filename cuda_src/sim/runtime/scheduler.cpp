@@ -256,6 +256,15 @@ int allocate_engine_slot() {
 
 extern "C" void cki_sim_yield_poll() { cki::sim::yield_poll(CKI_SIM_CALL_SITE); }
 
+extern "C" void cki_sim_yield_after_look() {
+  cki::sim::note_activity(cki::sim::current_group());
+  cki::sim::yield_poll(CKI_SIM_CALL_SITE);
+}
+
+extern "C" void cki_sim_assertion_failed(const char* condition) {
+  cki::sim::fatal(CKI_SIM_CALL_SITE, "assertion failed: %s", condition);
+}
+
 extern "C" void cki_sim_trap() { cki::sim::fatal(CKI_SIM_CALL_SITE, "trap"); }
 
 extern "C" unsigned long long cki_sim_clock() { return cki::sim::current_group().switches; }

@@ -1,0 +1,153 @@
+"""Compiling a kernel's source for the simulated device: host compiler -> shared object -> loaded function."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from cki._checkout import cuda_src
+from cki.sim import headers, runtime, store, toolchain
+from cki.sim.elf import ElfFile
+
+#: Where dynamic shared memory may lie, in bytes: the most that a block of sm_90 can have.
+DYNAMIC_AREA = 232448
+_DYNAMIC = "cki_sim_dynamic_area"
+
+# The entry takes cuLaunchKernel's argument array. Asking for the address of the dynamic area on an OS thread is what makes
+# that thread's shared memory.
+_EPILOGUE = """
+#line 1 "cki_sim_entry"
+extern thread_local unsigned char {dynamic}[];
+extern "C" void cki_sim_entry(void** arguments) {{ cki_sim_detail::call(&{entry}, arguments); }}
+extern "C" void* cki_sim_dynamic_address() {{ return {dynamic}; }}
+"""
+
+_INSTRUMENT = ("-fsanitize=thread", "-fsanitize=bounds")
+
+
+def _kernel_flags(instrumented: bool) -> list[str]:
+    is_clang = toolchain.find_compiler().is_clang
+    flags = [
+        *toolchain.common_flags(), "-O2", "-w",
+        # Line numbers and inlined calls, for the reports; DWARF 4 is what cki/sim/dwarf.py reads.
+        "-g1", "-gdwarf-4", "-fno-optimize-sibling-calls",
+    ]  # fmt: skip
+    if not is_clang:
+        # `extern thread_local` arrays are plain data: no initialisation function; template statics belong to their own
+        # module; two calls on two lines stay two calls.
+        flags += ["-fno-extern-tls-init", "-fno-gnu-unique", "-fno-crossjumping", "-fno-tree-tail-merge"]
+    if instrumented:
+        flags += _INSTRUMENT
+        volatile = "tsan-distinguish-volatile=1"   # volatile accesses count as relaxed atomics
+        flags += ["-mllvm", f"-{volatile}"] if is_clang else ["--param", volatile]
+    return flags
+
+
+def _dynamic_area_source(undefined: Sequence[str]) -> str:
+    """Assembly that defines every `extern __shared__` array of the kernel as the same, 1024-aligned, area."""
+    names = "".join(f'.globl "{n}"\n.hidden "{n}"\n.type "{n}", %object\n"{n}":\n' for n in undefined)
+    return (
+        f'.section .tbss,"awT",%nobits\n.balign 1024\n{names}.zero {DYNAMIC_AREA}\n.section .note.GNU-stack,"",%progbits\n'
+    )
+
+
+class SimKernel:
+    """A kernel of the simulated device.  The plain and the instrumented build are made when they are first needed."""
+
+    def __init__(
+        self, source: str, entry: str, name: str, include_dirs: Sequence[Path], cache_dir: str | None
+    ) -> None:
+        self.entry = entry
+        self.name = name
+        self._source = source + _EPILOGUE.format(dynamic=_DYNAMIC, entry=entry)
+        self._include_dirs = [runtime.source_dir(), cuda_src(), *include_dirs]
+        self._cache_dir = cache_dir
+        self._builds: dict[bool, LoadedKernel] = {}
+        self._lock = threading.Lock()
+
+    def build(self, instrumented: bool = False) -> LoadedKernel:
+        """The loaded build, compiled when it is in neither memory nor cache.  Raises CompileError."""
+        loaded = self._builds.get(instrumented)
+        if loaded is None:
+            with self._lock:
+                loaded = self._builds.get(instrumented)
+                if loaded is None:
+                    loaded = self._builds[instrumented] = self._load(instrumented)
+        return loaded
+
+    def _key(self, flags: list[str]) -> str:
+        names = ["cuda_builtins.h", *headers.included_names(self._source.encode())]
+        total = hashlib.sha256(repr((runtime.key(), flags, self.entry)).encode())
+        total.update(headers.digest(names, self._include_dirs))
+        total.update(self._source.encode())
+        return total.hexdigest()[:24]
+
+    def _load(self, instrumented: bool) -> LoadedKernel:
+        flags = _kernel_flags(instrumented)
+        runtime.library(self._cache_dir)
+        stem = "".join(c if c.isalnum() else "_" for c in self.entry)
+
+        def build(working: Path, result: Path) -> None:
+            source, object_file, area = working / "kernel.cpp", working / "kernel.o", working / "area.s"
+            source.write_text(self._source)
+            include = [f for d in self._include_dirs for f in ("-I", str(d))]
+            toolchain.run_compiler(
+                [*flags, *include, "-include", "cuda_builtins.h", "-c", str(source), "-o", str(object_file)],
+                f"kernel {self.entry} ({self.name})",
+            )
+            undefined = [
+                s.name for s in ElfFile(object_file).symbols()
+                if s.is_thread_local and not s.is_defined and not s.name.startswith(("cki_sim_thread", "cki_sim_block"))
+            ]  # fmt: skip
+            area.write_text(_dynamic_area_source(undefined))
+            toolchain.run_compiler(
+                ["-shared", str(object_file), str(area), "-o", str(result)], f"kernel {self.entry} ({self.name})"
+            )
+
+        path = store.get_or_build(store.directory(self._cache_dir) / f"{stem}-{self._key(flags)}.so", build)
+        return LoadedKernel(path)
+
+
+class LoadedKernel:
+    """A shared object with one kernel, and what the runtime needs to know of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        elf = ElfFile(path)
+        offsets = [s.value for s in elf.symbols() if s.is_thread_local and s.name.endswith(_DYNAMIC)]
+        self.static_bytes = offsets[0]
+        self.module = runtime.Module(
+            ctypes.cast(self._library.cki_sim_entry, ctypes.c_void_p),
+            ctypes.cast(self._library.cki_sim_dynamic_address, ctypes.c_void_p),
+            elf.thread_local_size(),
+            offsets[0],
+        )
+
+
+def compile_kernel(
+    source: str,
+    entry: str,
+    *,
+    name: str = "kernel.cu",
+    include_dirs: Sequence[str | os.PathLike[str]] = (),
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> SimKernel:
+    """Compile the `extern "C" __global__` function `entry` of a CUDA source text.
+
+    source: prelude and kernel; write `#line 1 "file.cu"` after a prelude so that reports name the file's own lines.
+    name: the source's name in error messages.
+    include_dirs: searched after the simulation's own headers and cuda_src.
+    cache_dir: where the shared object is kept; None is CKI's cache directory.
+
+    Raises CompileError with the compiler's words, or with what to install when there is no compiler.
+    """
+    kernel = SimKernel(
+        source, entry, name, [Path(d) for d in include_dirs], os.fspath(cache_dir) if cache_dir is not None else None
+    )
+    kernel.build()
+    return kernel

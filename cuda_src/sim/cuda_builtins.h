@@ -1,0 +1,22 @@
+// The CUDA built-ins for a host compiler. Force-included (-include) in front of a kernel that is compiled for the simulated
+// device, so that the kernel's own text needs no change. Defines what NVRTC gives without any header; not the headers of the
+// CUDA toolkit, which our kernels do not use.
+#pragma once
+#define CKI_SIMULATED 1
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <math.h>
+
+#include "runtime_api.h"
+// In this order: later ones use the earlier.
+#include "qualifiers.h"
+#include "vector_types.h"
+#include "thread_index.h"
+#include "bit_functions.h"
+#include "math_functions.h"
+#include "synchronization.h"
+#include "warp_functions.h"
+#include "atomics.h"
+#include "kernel_entry.h"
