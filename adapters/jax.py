@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from cki.adapters.numpy import aligned_empty
 
 from cki import dtypes
 from cki.adapter import Adapter, IndirectAdapter, type_name
+from cki.adapters.numpy import aligned_empty
 from cki.dlpack import DLPackExport, from_capsule
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cki.adapter import Adapter, IndirectAdapter
 from cki.dlpack import from_cuda_array_interface, from_dlpack, interface_stream
 from cki.dtypes import DType
@@ -87,9 +89,9 @@ class InterfaceAdapter(IndirectAdapter):
         return device_empty(shape, dtype, device.index, stream)
 
     def pointer(self, output: Any) -> int:
-        data = getattr(output, "data", None)
-        pointer = getattr(data, "ptr", None)  # CuPy; NumPy arrays have a memoryview there
-        return int(output.__array_interface__["data"][0] if pointer is None else pointer)
+        if isinstance(output, np.ndarray):
+            return int(output.__array_interface__["data"][0])
+        return int(output.data.ptr)
 
     def stream(self, device_index: int) -> int:
         from cki.adapters import cupy

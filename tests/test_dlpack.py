@@ -17,7 +17,6 @@ from cki.dlpack import DLPackExport, from_capsule, from_cuda_array_interface, fr
 from cki.errors import InvalidTypeError
 from cki.tensor import DeviceId, TensorView
 
-
 _PRODUCERS = []  # a producer's memory and callbacks must outlive its capsules
 
 
@@ -131,7 +130,12 @@ def test_every_element_type_is_read_by_its_code(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "said"),
-    [((5, 64, 1), "code 5, 64 bits"), ((2, 32, 4), "4 lanes"), ((11, 8, 1), "code 11, 8 bits"), ((17, 4, 1), "4 bits")],
+    [
+        ((5, 64, 1), "code 5, 64 bits"),
+        ((2, 32, 4), "4 lanes"),
+        ((11, 8, 1), "code 11, 8 bits"),
+        ((17, 4, 1), "4 bits"),
+    ],
     ids=["complex64", "float32x4", "e4m3fnuz", "fp4"],
 )
 def test_unknown_element_types_are_refused(dtype, said):

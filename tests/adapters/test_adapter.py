@@ -37,7 +37,8 @@ class Foreign:
 
 
 @pytest.mark.parametrize(
-    ("value", "called"), [([1.0], "list"), (3.5, "float"), ("x", "str"), (object(), "object"), (range(3), "range")]
+    ("value", "called"),
+    [([1.0], "list"), (3.5, "float"), ("x", "str"), (object(), "object"), (range(3), "range")],
 )
 def test_what_is_no_tensor_is_named(value, called):
     with pytest.raises(InvalidTypeError, match=f"^weight is of type {called}, which is no tensor") as caught:
@@ -157,7 +158,9 @@ def test_stream_handles(stream, handle):
 
 @pytest.mark.parametrize("stream", ["main", 1.5, True, object()])
 def test_what_is_no_stream_is_named(stream):
-    with pytest.raises(InvalidTypeError, match=f"stream is of type {type(stream).__name__}, which is no CUDA stream"):
+    with pytest.raises(
+        InvalidTypeError, match=f"stream is of type {type(stream).__name__}, which is no CUDA stream"
+    ):
         stream_handle(stream)
 
 

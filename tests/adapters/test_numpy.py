@@ -74,7 +74,10 @@ def test_strides_that_cut_elements():
     ("array", "said"),
     [
         (np.zeros(3, ">f4"), "x is of dtype >f4, foreign byte order; x.astype('float32') is native"),
-        (np.zeros(3, np.complex64), "x is of dtype complex64, which has no kernels; one of f64, f32, f16, bf16"),
+        (
+            np.zeros(3, np.complex64),
+            "x is of dtype complex64, which has no kernels; one of f64, f32, f16, bf16",
+        ),
         (np.array([object()]), "x is of dtype object, which has no kernels"),
         (np.array(["a"]), "x is of dtype <U1, which has no kernels"),
         (np.zeros(3, np.longdouble), "x is of dtype float128, which has no kernels"),
@@ -89,7 +92,9 @@ def test_refused_dtypes(array, said):
 def test_masked_arrays_and_scalars_are_refused_by_name():
     with pytest.raises(InvalidTypeError, match=r"q is a masked array\n  hint: q\.filled\(value\)"):
         adapter_of(np.ma.zeros(3), "q")
-    with pytest.raises(InvalidTypeError, match=r"q is a numpy\.float32, not an array\n  hint: numpy\.asarray\(q\)"):
+    with pytest.raises(
+        InvalidTypeError, match=r"q is a numpy\.float32, not an array\n  hint: numpy\.asarray\(q\)"
+    ):
         adapter_of(np.float32(3), "q")
 
 

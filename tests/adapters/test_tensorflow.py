@@ -1,0 +1,220 @@
+"""TensorFlow tensors in eager mode on the CPU: in place, refusals before `to_dlpack`, outputs of TensorFlow's own."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from cki import dtypes  # noqa: E402
+from cki.adapter import adapter_of  # noqa: E402
+from cki.adapters.tensorflow import _FROM_TF  # noqa: E402
+from cki.dlpack import DLPackExport  # noqa: E402
+from cki.errors import InvalidTypeError  # noqa: E402
+from cki.tensor import DeviceId  # noqa: E402
+
+pytestmark = pytest.mark.tensorflow
+CPU = DeviceId("cpu", 0)
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu():
+    """On a machine with a GPU too, these tests use TensorFlow's CPU."""
+    with tf.device("CPU:0"):
+        yield
+
+
+with tf.device("CPU:0"):
+    ADAPTER = adapter_of(tf.zeros(1))
+
+
+def address(tensor):
+    return np.asarray(tensor).__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize(("tf_dtype", "dtype"), _FROM_TF.items(), ids=str)
+def test_every_dtype_is_viewed_in_place_and_read_only(tf_dtype, dtype):
+    tensor = tf.zeros((2, 3, 4), tf_dtype)
+    assert ADAPTER.check(tensor) == []
+    view = ADAPTER.view(tensor)
+    assert (view.ptr, view.shape, view.strides) == (address(tensor), (2, 3, 4), (12, 4, 1))
+    assert (view.dtype, view.device, view.readonly) == (dtype, CPU, True)
+
+
+def test_view_keeps_the_memory():
+    view = ADAPTER.view(tf.range(100000, dtype=tf.float32) + 0.0)
+    gc.collect()
+    tf.zeros(100000) + 1.0  # would reuse the memory were it free
+    assert ctypes.c_float.from_address(view.ptr + 4 * 99999).value == 99999.0
+
+
+def test_variables_are_read_in_place():
+    variable = tf.Variable(tf.range(6.0))
+    assert adapter_of(variable) is ADAPTER
+    assert ADAPTER.check(variable) == []
+    assert ADAPTER.view(variable).ptr == address(variable.value())
+    variable.assign_add(tf.ones(6))
+    assert ctypes.c_float.from_address(ADAPTER.view(variable).ptr).value == 1.0
+
+
+def test_keras_variables_of_the_tensorflow_backend():
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("Keras runs on another backend")
+    variable = keras.Variable(np.ones((2, 3), np.float32))
+    assert adapter_of(variable) is ADAPTER
+    assert ADAPTER.check(variable) == []
+    assert ADAPTER.view(variable).ptr == address(variable.value.value())
+
+
+def test_empty_tensors_and_scalars():
+    assert ADAPTER.view(tf.zeros((0, 4))).strides == (4, 1)
+    assert ADAPTER.view(tf.constant(2.5)).shape == ()
+
+
+def test_signature_is_that_of_the_view():
+    tensor = tf.zeros((3, 4))
+    (view,) = ADAPTER.begin(["x"], [tensor])
+    assert ADAPTER.signature(view) == ADAPTER.signature(tensor)
+    assert ADAPTER.begin(["x", "w"], [tensor, None])[1] is None
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_string_tensors_are_refused_before_they_abort_the_process():
+    tensor = tf.constant(["a", "b"])
+    (problem,) = ADAPTER.check(tensor, "x")
+    assert problem.startswith(
+        "x is of dtype string, which cannot pass; one of float64, float32, float16, bfloat16"
+    )
+    for touch in (ADAPTER.view, ADAPTER.signature, lambda t: ADAPTER.begin(["x"], [t])):
+        with pytest.raises(InvalidTypeError, match="string"):
+            touch(tensor)
+
+
+def test_complex_float8_and_quantised_dtypes_are_refused():
+    eight = tf.cast(tf.zeros(3), tf.as_dtype("float8_e4m3fn"))
+    (problem,) = ADAPTER.check(eight, "w")
+    assert "w is of dtype float8_e4m3fn, which cannot pass" in problem
+    assert "(float8: tf.bitcast(w, tf.uint8))" in problem
+    (problem,) = ADAPTER.check(tf.zeros(3, tf.complex64), "x")
+    assert problem.startswith("x is of dtype complex64, which cannot pass")
+    assert ADAPTER.check(tf.quantization.quantize(tf.ones(3), 0, 1, tf.qint8).output, "x")
+
+
+def test_symbolic_tensors_are_refused_with_the_way_out():
+    seen = []
+
+    @tf.autograph.experimental.do_not_convert
+    def body(x):
+        with pytest.raises(InvalidTypeError) as caught:
+            adapter_of(x, "q")
+        seen.append(str(caught.value))
+        return x
+
+    tf.function(body)(tf.zeros(3))
+    (said,) = seen
+    assert said.startswith("q is symbolic (tensorflow.")
+    assert "CKI was called inside a tf.function" in said
+    assert (
+        "calls inside tf.function need CKI's registered TensorFlow op, which is not part of this version"
+        in said
+    )
+
+
+def test_captured_eager_tensors_inside_tf_function_are_refused():
+    """They would be computed once, while tracing, and frozen into the graph."""
+    captured, variable, seen = tf.zeros(3), tf.Variable([1.0]), []
+
+    @tf.autograph.experimental.do_not_convert
+    def body():
+        seen.extend(ADAPTER.check(captured, "x") + ADAPTER.check(variable, "w"))
+        return tf.zeros(1)
+
+    tf.function(body)()
+    assert len(seen) == 2
+    assert seen[0].startswith("x: CKI was called inside a tf.function")
+    assert seen[1].startswith("w: CKI was called inside a tf.function")
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_ragged_and_sparse_tensors_are_refused(kind):
+    tensor = tf.ragged.constant([[1.0], [2.0, 3.0]]) if kind == "ragged" else tf.sparse.from_dense([[1.0]])
+    with pytest.raises(
+        InvalidTypeError, match=r"^x is a tensorflow\..*, not a dense tensor\n  hint: tf\.sparse\.to_dense"
+    ):
+        adapter_of(tensor, "x")
+
+
+def test_out_is_refused_because_tensors_are_immutable():
+    (problem,) = ADAPTER.check(tf.zeros(3), "out", output=True)
+    assert (
+        problem
+        == "out is a TensorFlow tensor, which is immutable; leave out= out and use the returned tensor"
+    )
+
+
+# ---------------------------------------------------------------- outputs
+
+
+@pytest.mark.parametrize(("tf_dtype", "dtype"), _FROM_TF.items(), ids=str)
+def test_outputs_are_tensorflows_own_memory(tf_dtype, dtype):
+    like = ADAPTER.view(tf.zeros(2))
+    for shape in [(), (0, 3), (3, 5)]:
+        output = ADAPTER.empty(shape, dtype, like)
+        pointer = ADAPTER.pointer(output)
+        assert pointer % 64 == 0
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        ctypes.memset(pointer, 1, nbytes)
+        (result,) = ADAPTER.finish([output], [like], 0, CPU)
+        assert result is output
+        assert (tuple(result.shape), result.dtype) == (shape, tf_dtype)
+        assert tf.reshape(result, [-1]).numpy().tobytes() == b"\x01" * nbytes
+        assert ADAPTER.view(result).ptr == pointer or not nbytes
+
+
+def test_outputs_are_distinct_memory():
+    like = ADAPTER.view(tf.zeros(2))
+    first, second = (ADAPTER.empty((64,), dtypes.f32, like) for _ in range(2))
+    assert abs(ADAPTER.pointer(first) - ADAPTER.pointer(second)) >= 256
+
+
+def test_float8_outputs_are_refused():
+    with pytest.raises(
+        InvalidTypeError, match="TensorFlow tensors of e4m3 cannot pass\n  hint: one of f64, f32"
+    ):
+        ADAPTER.empty((3,), dtypes.e4m3, ADAPTER.view(tf.zeros(2)))
+
+
+# ---------------------------------------------------------------- round trips
+
+
+def test_tensorflow_to_torch_and_back_is_one_memory():
+    torch = pytest.importorskip("torch")
+    source = tf.reshape(tf.range(6.0), (2, 3))
+    view = ADAPTER.view(source)
+    view.readonly = False  # torch warns of read-only memory, and nothing writes here
+    tensor = torch.from_dlpack(DLPackExport(view))
+    assert tensor.data_ptr() == address(source)
+    np.testing.assert_array_equal(tensor.numpy(), source)
+    back = tf.experimental.dlpack.from_dlpack(DLPackExport(adapter_of(tensor).view(tensor)).__dlpack__())
+    assert address(back) == address(source)
+    np.testing.assert_array_equal(back, source)
+
+
+def test_numpy_to_tensorflow_through_cki():
+    from cki.adapters.numpy import aligned_empty
+
+    array = aligned_empty((8,), dtypes.bf16)
+    array[:] = np.arange(8)
+    pointer = array.__array_interface__["data"][0]
+    imported = tf.experimental.dlpack.from_dlpack(DLPackExport(adapter_of(array).view(array)).__dlpack__())
+    del array
+    gc.collect()
+    assert ADAPTER.view(imported).ptr == pointer
+    np.testing.assert_array_equal(tf.cast(imported, tf.float32), np.arange(8))
