@@ -6,6 +6,7 @@
 #include "collectives.h"
 #include "convert.h"
 #include "engine.h"
+#include "matrix_block.h"
 #include "scheduler.h"
 #include "warp.h"
 
@@ -42,16 +43,6 @@ struct E4m3 {
   static float element(u32 bits, u32 i) { return e4m3_bits_to_f32(static_cast<u8>(bits >> 8 * i)); }
 };
 
-// D += A B with A column by column and B row by row: the inner loop runs over contiguous columns of D.
-template <u32 K>
-void multiply(const float (&a)[K][kM], const float (&b)[K][kN], float (&d)[kM][kN]) {
-  for (u32 k = 0; k < K; ++k) {
-    for (u32 row = 0; row < kM; ++row) {
-      for (u32 column = 0; column < kN; ++column) d[row][column] += a[k][row] * b[k][column];
-    }
-  }
-}
-
 template <class Type>
 void complete(Thread&, WarpOperation& operation) {
   constexpr u32 kPer = Type::kPerRegister, kHalf = Type::kK / 2;
@@ -73,7 +64,7 @@ void complete(Thread&, WarpOperation& operation) {
       d[g + 8][2 * t + i] = f.c[2 + i];
     }
   }
-  multiply<Type::kK>(a, b, d);
+  for (u32 row = 0; row < kM; row += 8) multiply_block<8, 1>(&a[0][row], 1, kM, &b[0][0], kN, d[row], kN, Type::kK);
   for (u32 lane = 0; lane < kWarpSize; ++lane) {
     const Fragments& f = *static_cast<Fragments*>(operation.pointer[lane]);
     const u32 g = lane / 4, t = lane % 4;

@@ -6,6 +6,7 @@
 
 #include "block.h"
 #include "convert.h"
+#include "matrix_block.h"
 
 namespace cki::sim {
 
@@ -108,23 +109,6 @@ void registers_of(const u32 (*registers)[4], float* out) {
   }
 }
 
-// A block of Rows x Columns of D stays in vector registers while k runs.
-template <u32 Rows, u32 Columns>
-inline void multiply_block(const float* a, const float* b, float* d, u32 n, u32 k_count) {
-  float sum[Rows][Columns];
-  for (u32 r = 0; r < Rows; ++r) {
-    for (u32 c = 0; c < Columns; ++c) sum[r][c] = d[r * n + c];
-  }
-  for (u32 k = 0; k < k_count; ++k) {
-    for (u32 r = 0; r < Rows; ++r) {
-      for (u32 c = 0; c < Columns; ++c) sum[r][c] += a[r * k_count + k] * b[k * n + c];
-    }
-  }
-  for (u32 r = 0; r < Rows; ++r) {
-    for (u32 c = 0; c < Columns; ++c) d[r * n + c] = sum[r][c];
-  }
-}
-
 }  // namespace
 
 void read_operand_a(Block& block, const MatrixDescriptor& d, WgmmaType type, bool mn_major, u32 rows, float* out,
@@ -159,8 +143,10 @@ void multiply_accumulate(const float* a, const float* b, float* d, u32 n, u32 k)
   constexpr u32 kRows = 4;
   for (u32 row = 0; row < kRowsOfA; row += kRows) {
     u32 column = 0;
-    for (; column + 16 <= n; column += 16) multiply_block<kRows, 16>(a + row * k, b + column, d + row * n + column, n, k);
-    for (; column < n; column += 8) multiply_block<kRows, 8>(a + row * k, b + column, d + row * n + column, n, k);
+    for (; column + 16 <= n; column += 16) {
+      multiply_block<kRows, 2>(a + row * k, k, 1, b + column, n, d + row * n + column, n, k);
+    }
+    for (; column < n; column += 8) multiply_block<kRows, 1>(a + row * k, k, 1, b + column, n, d + row * n + column, n, k);
   }
 }
 
