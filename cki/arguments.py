@@ -52,7 +52,8 @@ def check_step(step: Step) -> None:
     kernel = step.kernel
     if len(kernel.params) != len(step.args):
         raise InvalidTypeError(
-            f"kernel {kernel.entry} takes {len(kernel.params)} parameters ({kernel.params}), its step has {len(step.args)}"
+            f"kernel {kernel.entry} takes {len(kernel.params)} parameters ({kernel.params}), "
+            f"its step has {len(step.args)}"
         )
     for position, (letter, value) in enumerate(zip(kernel.params, step.args)):
         if not _fits(letter, value):
@@ -134,7 +135,7 @@ def _constant(letter: str, value: ArgumentValue) -> bytes | None:
 class ArgumentBlock:
     """One copy of a plan's argument memory.  Belongs to one call at a time.
 
-    parameters: for each step, the address of its array of parameter pointers (`kernelParams`).
+    arrays: for each step, its array of parameter pointers.  parameters: the addresses of those (`kernelParams`).
     """
 
     def __init__(self, layout: ArgumentLayout, encode: EncodeTensorMap) -> None:
@@ -143,11 +144,11 @@ class ArgumentBlock:
         self._memory = (ctypes.c_char * layout.nbytes).from_address(self._base)
         for position, packed in layout.constants:
             ctypes.memmove(self._base + position, packed, 8)
-        self._arrays = [
+        self.arrays = [
             (ctypes.c_void_p * max(len(step), 1))(*(self._base + position for position in step))
             for step in layout.parameters
         ]
-        self.parameters = tuple(ctypes.addressof(array) for array in self._arrays)
+        self.parameters = tuple(ctypes.addressof(array) for array in self.arrays)
         self._addresses = layout.addresses
         self._has_offsets = any(offset for _, offset in layout.addresses)
         self._pack_into = struct.Struct(f"<{len(layout.addresses)}Q").pack_into

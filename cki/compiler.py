@@ -25,7 +25,7 @@ INSTALL_HINT = "pip install 'cki-runtime[cuda13]' (CUDA 13 driver) or 'cki-runti
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What ptxas says of one entry.  registers: a thread.  Sizes in bytes; spills are bytes a thread stores and loads."""
+    """What ptxas says of one entry.  registers: of a thread.  Sizes in bytes; spills of a thread."""
 
     entry: str
     registers: int = 0
@@ -63,7 +63,9 @@ class Compiled:
 def options(arch: str, *, include_cuda_headers: bool = False) -> tuple[str, ...]:
     """NVRTC's options.  A function without an execution space is a device function, so headers need no macros."""
     fixed = (f"-arch={arch}", "-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
-    return fixed + (tuple(f"-I{directory}" for directory in cuda_include_dirs()) if include_cuda_headers else ())
+    return fixed + (
+        tuple(f"-I{directory}" for directory in cuda_include_dirs()) if include_cuda_headers else ()
+    )
 
 
 def uses_cuda_headers(text: str) -> bool:
@@ -75,14 +77,23 @@ def uses_cuda_headers(text: str) -> bool:
 def cuda_include_dirs() -> tuple[str, ...]:
     """Directories of CUDA's headers for users' own kernels: pip wheels first, then a toolkit."""
     candidates: list[Path] = []
-    for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-cccl", "nvidia-cuda-cccl-cu12"):
+    for name in (
+        "nvidia-cuda-runtime",
+        "nvidia-cuda-runtime-cu12",
+        "nvidia-cuda-cccl",
+        "nvidia-cuda-cccl-cu12",
+    ):
         try:
             files = importlib.metadata.files(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
         headers = [f for f in files if f.name == "cuda_fp16.h" or f.as_posix().endswith("cuda/std/version")]
-        candidates += [Path(str(header.locate())).parent for header in headers if header.name == "cuda_fp16.h"]
-        candidates += [Path(str(header.locate())).parents[2] for header in headers if header.name == "version"]
+        candidates += [
+            Path(str(header.locate())).parent for header in headers if header.name == "cuda_fp16.h"
+        ]
+        candidates += [
+            Path(str(header.locate())).parents[2] for header in headers if header.name == "version"
+        ]
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             candidates.append(Path(os.environ[variable]) / "include")
@@ -136,7 +147,9 @@ def _nvrtc() -> Any:
 
         nvrtc.nvrtcVersion()
     except Exception as error:  # ImportError, or the finder's own errors when the library is missing
-        raise CompileError(f"NVRTC, CUDA's run-time compiler, was not found ({error})\n  hint: {INSTALL_HINT}") from error
+        raise CompileError(
+            f"NVRTC, CUDA's run-time compiler, was not found ({error})\n  hint: {INSTALL_HINT}"
+        ) from error
     return nvrtc
 
 
@@ -186,7 +199,9 @@ class _CompileGate:
 
 gate = _CompileGate()
 os.register_at_fork(
-    before=gate.before_fork, after_in_parent=gate.after_fork_in_parent, after_in_child=gate.after_fork_in_child
+    before=gate.before_fork,
+    after_in_parent=gate.after_fork_in_parent,
+    after_in_child=gate.after_fork_in_child,
 )
 
 
@@ -198,7 +213,9 @@ def compile_text(text: str, name: str, arch: str, compile_options: tuple[str, ..
     nvrtc = _nvrtc()
     start = time.perf_counter()
     with gate:
-        program = _check(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []), "nvrtcCreateProgram")
+        program = _check(
+            nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []), "nvrtcCreateProgram"
+        )
         try:
             encoded = [option.encode() for option in compile_options]
             (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -227,9 +244,9 @@ def _explain(name: str, arch: str, messages: str, status: str) -> str:
     if missing:
         searched = ", ".join(cuda_include_dirs()) or "no directory"
         text += (
-            f"\n  hint: {missing[1]} is in none of {searched}. CUDA's own headers come with "
-            "`pip install nvidia-cuda-runtime==13.0.*` (CUDA 12: nvidia-cuda-runtime-cu12), those of <cuda/...> with nvidia-cuda-cccl"
-        )  # fmt: skip
+            f"\n  hint: {missing[1]} is in none of {searched}. CUDA's headers come with `pip install "
+            "nvidia-cuda-runtime==13.0.*` (CUDA 12: nvidia-cuda-runtime-cu12), <cuda/...> with nvidia-cuda-cccl"
+        )
     return text
 
 
@@ -245,7 +262,9 @@ def parse_report(messages: str, arch: str, compiler: str, seconds: float) -> Com
         elif re.search(r"\bwarning\b", line, re.IGNORECASE):
             warnings.append(line.strip())
         elif kernels and (
-            frame := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line)
+            frame := re.search(
+                r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+            )
         ):
             kernels[-1].update(
                 stack_bytes=int(frame[1]), spill_store_bytes=int(frame[2]), spill_load_bytes=int(frame[3])

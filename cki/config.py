@@ -67,7 +67,7 @@ SETTINGS: tuple[Setting, ...] = (
         "a directory", _anything,
     ),
     Setting(
-        "CKI_ARCH", "", f"Compile for and plan as this architecture instead of the GPU's own: {_ARCH_NAMES}. Read once.",
+        "CKI_ARCH", "", f"Plan and compile as for this architecture, not the GPU's own: {_ARCH_NAMES}. Read once.",
         f"one of {_ARCH_NAMES}, or empty", _one_of("", *_ARCHS),
     ),
     Setting(
@@ -75,14 +75,14 @@ SETTINGS: tuple[Setting, ...] = (
         f"one of {_ARCH_NAMES}", _one_of(*_ARCHS),
     ),
     Setting(
-        "CKI_SIM_THREADS", "", "Operating-system threads that run blocks of the simulated device. Empty: one for each CPU.",
+        "CKI_SIM_THREADS", "", "Threads that run blocks of the simulated device. Empty: one for each CPU.",
         "a positive integer, or empty", lambda text: text == "" or _is_positive_integer(text),
     ),
     Setting(
         "CKI_CXX", "g++", "Host C++17 compiler of the simulated device.", "a command", lambda text: bool(text),
     ),
     Setting(
-        "CKI_LOG", "0", "1: log every compile, and every launch before it happens, to stderr (logger \"cki\", level INFO).",
+        "CKI_LOG", "0", '1: log each compile, and each launch before it happens, to stderr (logger "cki", level INFO).',
         "0 or 1", _one_of("0", "1"),
     ),
     Setting(
@@ -103,7 +103,8 @@ def text(name: str) -> str:
         return setting.default
     if not setting.accepts(value):
         raise InvalidArgumentError(
-            f"environment variable {name}={value!r} is not valid", hint=f"{setting.expected}; unset: {setting.default!r}"
+            f"environment variable {name}={value!r} is not valid",
+            hint=f"{setting.expected}; unset: {setting.default!r}",
         )
     return value
 

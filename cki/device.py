@@ -64,7 +64,9 @@ def arch_of(capability: tuple[int, int], name: str) -> str:
     arch = ARCH_OF_CAPABILITY.get(capability)
     if arch is None:
         major, minor = capability
-        raise DeviceError(f"{name} has compute capability {major}.{minor}, for which no kernels are built\n{SUPPORT_TABLE}")
+        raise DeviceError(
+            f"{name} has compute capability {major}.{minor}, for which no kernels are built\n{SUPPORT_TABLE}"
+        )
     return arch
 
 
@@ -100,7 +102,7 @@ def current() -> DeviceInfo:
     return _current.get() or _default()
 
 
-class device:  # noqa: N801  (used as a function: `with cki.device("sim"):`)
+class device:
     """Context manager: operations inside run on that kind of device.
 
     name: "sim" (tensors in CPU memory, kernels run by the simulated device) or "cuda" (tensors in GPU memory).
@@ -112,10 +114,14 @@ class device:  # noqa: N801  (used as a function: `with cki.device("sim"):`)
             self.info = sim_device(arch)
         elif name == "cuda":
             if arch is not None:
-                raise InvalidArgumentError(f"arch={arch!r} with the CUDA device", hint="set CKI_ARCH for the whole process")
+                raise InvalidArgumentError(
+                    f"arch={arch!r} with the CUDA device", hint="CKI_ARCH, for the whole process"
+                )
             self.info = _CUDA
         else:
-            raise InvalidArgumentError(f"unknown device {name!r}", hint='"cuda" or "sim"; a tensor decides which GPU')
+            raise InvalidArgumentError(
+                f"unknown device {name!r}", hint='"cuda" or "sim"; a tensor decides which GPU'
+            )
         self._tokens: list[Token[DeviceInfo | None]] = []
 
     def __enter__(self) -> DeviceInfo:

@@ -26,7 +26,9 @@ def api() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise DeviceError(f"the CUDA device needs cuda-bindings ({error})", hint=compiler.INSTALL_HINT) from error
+        raise DeviceError(
+            f"the CUDA device needs cuda-bindings ({error})", hint=compiler.INSTALL_HINT
+        ) from error
     try:
         (status,) = driver.cuInit(0)
     except Exception as error:  # the finder's own errors: no libcuda.so.1
@@ -49,11 +51,15 @@ def check_driver_version(number: int, compiler_version: tuple[int, int] | None =
     needed = MINIMUM_CUDA
     why = "CKI needs"
     if compiler_version is not None and compiler_version[0] > version[0]:
-        needed, why = (compiler_version[0], 0), f"code of NVRTC {compiler_version[0]}.{compiler_version[1]} needs"
+        needed, why = (
+            (compiler_version[0], 0),
+            f"code of NVRTC {compiler_version[0]}.{compiler_version[1]} needs",
+        )
     if version < needed:
         hint = f"a newer driver; for a CUDA {version[0]} driver: pip install 'cki-runtime[cuda{version[0]}]'"
         raise DeviceError(
-            f"the driver supports CUDA {version[0]}.{version[1]}, {why} {needed[0]}.{needed[1]}\n{SUPPORT_TABLE}", hint=hint
+            f"the driver supports CUDA {version[0]}.{version[1]}, {why} {needed[0]}.{needed[1]}\n{SUPPORT_TABLE}",
+            hint=hint,
         )
 
 
@@ -84,7 +90,8 @@ def device_info(index: int) -> DeviceInfo:
     handle = _value(driver.cuDeviceGet(index))
 
     def attribute(name: str) -> int:
-        return int(_value(driver.cuDeviceGetAttribute(getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle)))
+        number = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(_value(driver.cuDeviceGetAttribute(number, handle)))
 
     name = _value(driver.cuDeviceGetName(96, handle)).rstrip(b"\0 ").decode()
     capability = attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")
@@ -155,7 +162,9 @@ def kernel_handle(
         library = _libraries.get(key)
         if library is None:
             library = _libraries[key] = _load(cubin, entry)
-        kernel = _launchable(driver.cuLibraryGetKernel(library, entry.encode()), f"kernel has no entry {entry!r}")
+        kernel = _launchable(
+            driver.cuLibraryGetKernel(library, entry.encode()), f"kernel has no entry {entry!r}"
+        )
         handle = _value(driver.cuDeviceGet(device.index))
         attributes = driver.CUfunction_attribute
         limit_key = (key, entry, device.index)
@@ -185,7 +194,9 @@ def _load(cubin: bytes, entry: str) -> Any:
         except CompileError:  # a prebuilt kernel: no compiler here
             compiler_version = None
         check_driver_version(_value(driver.cuDriverGetVersion()), compiler_version)
-        raise DeviceError(f"{entry}: the driver refuses the compiled kernel: {error_text(status)}\n{SUPPORT_TABLE}")
+        raise DeviceError(
+            f"{entry}: the driver refuses the compiled kernel: {error_text(status)}\n{SUPPORT_TABLE}"
+        )
     return library
 
 

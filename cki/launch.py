@@ -1,23 +1,28 @@
 """From a plan to something that runs: `prepare(plan, device, slots)` compiles its kernels and packs its arguments.
 
 The result is called with one base address for each slot (inputs, outputs, workspace) and a stream; it writes the
-addresses into its argument block (`cki.arguments`) and launches each step.  Executables hold no tensor and are
-used from several threads at once: each call takes an argument block from a free list and gives it back.
+addresses into an argument block (`cki.arguments`) and launches each step.  Executables hold no tensor and may be used
+from several threads at once.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cki import log
-from cki.arguments import ArgumentBlock, ArgumentLayout, EncodeTensorMap, lay_out
+from cki import log, source, tensor_map
+from cki.arguments import ArgumentBlock, lay_out
 from cki.device import DeviceInfo
 from cki.errors import LaunchError
 from cki.kernel import KernelSpec
 from cki.plan import Plan, Step
+
+if TYPE_CHECKING:
+    from cki.sim import SimKernel
 
 _INFO = logging.INFO
 
@@ -46,7 +51,9 @@ def describe_step(step: Step, device: DeviceInfo) -> str:
     text = f"launch {step.kernel.entry}<{constants}> grid={step.grid} block={step.block} smem={step.smem}"
     if step.cluster != (1, 1, 1):
         text += f" cluster={step.cluster}"
-    flags = [word for word, on in (("cooperative", step.cooperative), ("programmatic", step.programmatic)) if on]
+    flags = [
+        word for word, on in (("cooperative", step.cooperative), ("programmatic", step.programmatic)) if on
+    ]
     return f"{text}{''.join(f' {word}' for word in flags)} on {device}: {step.reason or 'only choice'}"
 
 
@@ -74,14 +81,19 @@ def check_geometry(step: Step, device: DeviceInfo) -> list[str]:
     if blocks > 1 and device.arch in ("sm_80", "sm_89"):
         problems.append(f"cluster {cluster} needs sm_90 or later, the device is {device.arch}")
     if step.smem > device.shared_memory_per_block:
-        problems.append(f"{step.smem} bytes of dynamic shared memory, the device has {device.shared_memory_per_block}")
+        problems.append(
+            f"{step.smem} bytes of shared memory, the device has {device.shared_memory_per_block}"
+        )
+    if step.smem < 0:
+        problems.append(f"{step.smem} bytes of shared memory")
     return problems
 
 
-def prepare(plan: Plan, device: DeviceInfo, slots: Sequence[str]) -> Executable:
+def prepare(plan: Plan, device: DeviceInfo, slots: Sequence[str], sizes: Sequence[int] = ()) -> Executable:
     """Compile what a plan needs (or take it from the caches) and lay out its arguments.
 
-    slots: the names of the memory in the order in which `launch` gets base addresses.
+    slots: the names of the memory in the order in which `launch` gets base addresses.  sizes: bytes of each, which
+    the simulated device's bounds check uses.
     """
     log.configure()
     for step in plan.steps:
@@ -90,58 +102,48 @@ def prepare(plan: Plan, device: DeviceInfo, slots: Sequence[str]) -> Executable:
             listed = "".join(f"\n  - {problem}" for problem in problems)
             raise LaunchError(f"kernel {step.kernel.entry} cannot be launched on {device}{listed}")
     if device.kind == "sim":
-        return SimExecutable(plan, device, slots)
+        return SimExecutable(plan, device, slots, sizes)
     from cki.cuda_launch import CudaExecutable
 
     return CudaExecutable(plan, device, slots)
 
 
-class BlockPool:
-    """Argument blocks of one executable: taken for a call, given back after it.
-
-    `list.pop` and `list.append` are atomic, so no lock is needed and a fork at any moment leaves it usable.
-    """
-
-    def __init__(self, layout: ArgumentLayout, encode: EncodeTensorMap) -> None:
-        self._layout = layout
-        self._encode = encode
-        self._free: list[ArgumentBlock] = []
-
-    def take(self) -> ArgumentBlock:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return ArgumentBlock(self._layout, self._encode)
-
-    def give_back(self, block: ArgumentBlock) -> None:
-        self._free.append(block)
-
-
 class SimExecutable(Executable):
     """Steps run by the simulated device; a launch returns when the kernel has ended."""
 
-    def __init__(self, plan: Plan, device: DeviceInfo, slots: Sequence[str]) -> None:
+    def __init__(
+        self, plan: Plan, device: DeviceInfo, slots: Sequence[str], sizes: Sequence[int] = ()
+    ) -> None:
         super().__init__(plan, device, slots)
-        from cki import sim
-
-        self._blocks = BlockPool(lay_out(plan, slots), functools.lru_cache(maxsize=256)(sim.encode_tensor_map))
-        for step in plan.steps:
-            sim.compile_kernel(step.kernel, arch=device.arch)
+        self._sizes = tuple(sizes)
+        self._layout = lay_out(plan, slots)
+        self._kernels = [sim_kernel(step.kernel) for step in plan.steps]
 
     def launch(self, pointers: Sequence[int], stream: int) -> None:
         from cki import sim
 
         if log.logger.isEnabledFor(_INFO):
             self.log_steps()
-        block = self._blocks.take()
+        block = ArgumentBlock(self._layout, tensor_map.encode_simulated)
         block.fill(pointers)
-        for step, parameters in zip(self.plan.steps, block.parameters):
-            # Looked up at each launch: the checks in force decide which build of the kernel runs.
-            kernel = sim.compile_kernel(step.kernel, arch=self.device.arch)
+        extents = [(pointer, size) for pointer, size in zip(pointers, self._sizes) if size]
+        for step, kernel, parameters in zip(self.plan.steps, self._kernels, block.arrays):
             sim.launch(
-                kernel, step.grid, step.block, parameters, smem=step.smem, cluster=step.cluster, cooperative=step.cooperative
+                kernel, step.grid, step.block, parameters,
+                smem=step.smem, cluster=step.cluster, cooperative=step.cooperative, extents=extents,
             )  # fmt: skip
-        self._blocks.give_back(block)
 
 
-__all__ = ["BlockPool", "Executable", "KernelSpec", "SimExecutable", "check_geometry", "describe_step", "prepare"]
+def sim_kernel(spec: KernelSpec) -> SimKernel:
+    """A kernel built for the simulated device: the package's once a process, a user's file when it changed."""
+    path = source.source_path(spec)
+    return _sim_kernel(spec, path.stat().st_mtime_ns if os.path.isabs(spec.source) else 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sim_kernel(spec: KernelSpec, modified: int) -> SimKernel:
+    from cki import sim
+
+    path = source.source_path(spec)
+    text = f'{source.prelude(spec)}#line 1 "{path}"\n{source.read(path)}'
+    return sim.compile_kernel(text, spec.entry, name=spec.source, include_dirs=[path.parent])

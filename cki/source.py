@@ -110,7 +110,7 @@ class _Inliner:
         path = self._find(name, directory)
         if path is None:
             raise CompileError(
-                f'{includer}:{number}: #include "{name}" is in neither {directory}, {self._kernel_directory} nor cuda_src'
+                f'{includer}:{number}: #include "{name}" is in none of {directory}, {self._kernel_directory}, cuda_src'
             )
         if path in self._placed or path in self._open:
             return ""

@@ -1,4 +1,4 @@
-"""TMA descriptors (tensor maps) for the GPU, encoded by the driver.
+"""TMA descriptors (tensor maps), encoded by the driver or by the simulated device.
 
 They are encoded into memory of our own that is aligned to 128 bytes (cuda.bindings' own object is not), and
 remembered: a decoder's weights and caches keep their addresses from call to call, and encoding takes about 5 us.
@@ -29,7 +29,6 @@ def _encoder() -> Any:
     except (OSError, AttributeError) as error:
         raise DeviceError(f"tensor maps need the NVIDIA driver of CUDA 12 or later ({error})") from error
     function.restype = ctypes.c_int
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4]
     return function
 
 
@@ -42,8 +41,11 @@ def problems(address: int, argument: TensorMapArg) -> list[str]:
         found.append(f"rank {rank} with {len(argument.box)} box sizes and {len(argument.strides)} strides")
     if address % 16:
         found.append(f"address {address:#x} is not a multiple of 16")
-    found += [f"stride {stride} is not a multiple of 16 below 2^40" for stride in argument.strides if stride % 16 or stride >= 1 << 40]
-    found += [f"extent {extent} is not in 1 .. 2^32" for extent in argument.dims if not 1 <= extent <= 1 << 32]
+    strides = [stride for stride in argument.strides if stride % 16 or not 0 <= stride < 1 << 40]
+    found += [f"stride {stride} is not a multiple of 16 below 2^40" for stride in strides]
+    found += [
+        f"extent {extent} is not in 1 .. 2^32" for extent in argument.dims if not 1 <= extent <= 1 << 32
+    ]
     found += [f"box size {size} is not in 1 .. 256" for size in argument.box if not 1 <= size <= 256]
     if argument.swizzle not in _SWIZZLES:
         found.append(f"swizzle {argument.swizzle} is not 0, 32, 64 or 128")
@@ -58,18 +60,30 @@ def problems(address: int, argument: TensorMapArg) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def encode(address: int, argument: TensorMapArg) -> bytes:
-    """The 128 bytes of a tiled tensor map over memory at `address`.  LaunchError with every broken rule."""
+    """The 128 bytes of a tiled tensor map over GPU memory at `address`.  LaunchError with every broken rule."""
+    return _encode(_encoder(), (), address, argument)
+
+
+@functools.lru_cache(maxsize=256)
+def encode_simulated(address: int, argument: TensorMapArg) -> bytes:
+    """The same over CPU memory, for the simulated device."""
+    from cki.sim import runtime
+
+    return _encode(runtime.library().cki_sim_tensor_map_encode_tiled, (None, 0), address, argument)
+
+
+def _encode(encoder: Any, more: tuple[Any, ...], address: int, argument: TensorMapArg) -> bytes:
     broken = problems(address, argument)
     status = 0
     memory = ctypes.create_string_buffer(256)
     place = (ctypes.addressof(memory) + 127) // 128 * 128
     if not broken:
         rank = len(argument.dims)
-        status = _encoder()(
-            place, _TYPES[argument.operand.dtype.name], rank, address,
+        status = encoder(
+            ctypes.c_void_p(place), _TYPES[argument.operand.dtype.name], rank, ctypes.c_void_p(address),
             (ctypes.c_uint64 * rank)(*argument.dims), (ctypes.c_uint64 * max(rank - 1, 1))(*argument.strides),
             (ctypes.c_uint32 * rank)(*argument.box), (ctypes.c_uint32 * rank)(*[1] * rank),
-            0, _SWIZZLES[argument.swizzle], _L2_PROMOTION_256B, 0,
+            0, _SWIZZLES[argument.swizzle], _L2_PROMOTION_256B, 0, *more,
         )  # fmt: skip
     if broken or status != 0:
         listed = "".join(f"\n  - {problem}" for problem in broken) or f" (driver status {status})"

@@ -44,7 +44,9 @@ def bound(truth: np.ndarray, plain: np.ndarray) -> float:
 def assert_close(got: np.ndarray, truth: np.ndarray, plain: np.ndarray, what: str = "result") -> Errors:
     """Assert the bound.  got: the kernel's result.  truth: float64 reference.  plain: the computation in the dtype."""
     found, limit = errors(got, truth), bound(truth, plain)
-    message = f"{what}: largest error {found.largest:.3e} > {limit:.3e}; relative Frobenius {found.frobenius:.3e}"
+    message = (
+        f"{what}: largest error {found.largest:.3e} > {limit:.3e}; relative Frobenius {found.frobenius:.3e}"
+    )
     if found.largest == np.inf:
         message = f"{what}: NaN or infinity where the reference has another value"
     assert found.largest <= limit, message

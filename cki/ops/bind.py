@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-
 from cki.adapter import ALIGNMENT, Adapter
 from cki.device import DeviceInfo, cuda_device, current
 from cki.errors import CkiError, DeviceError, InvalidArgumentError, InvalidTypeError
@@ -141,7 +140,10 @@ def _device_problems(wanted: DeviceInfo, views: Mapping[str, TensorView]) -> tup
             f"{names} {verb} in memory of device {place}, but the current device is {wanted.kind}"
         )
         if needed == "cuda":
-            hint = 'move the tensors to a GPU, or run on the simulated device: `with cki.device("sim"):` or CKI_DEVICE=sim'
+            hint = (
+                "move the tensors to a GPU, or run on the simulated device: "
+                '`with cki.device("sim"):` or CKI_DEVICE=sim'
+            )
         else:
             hint = 'the simulated device takes CPU tensors; `with cki.device("cuda"):` runs on the GPU'
     return problems, hint

@@ -12,18 +12,19 @@ allocator reuses it in stream order.  Under `cki.capture` it is kept with the gr
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from cki import capture_state
-from cki.adapter import BY_TYPE, Adapter, common_adapter, stream_handle
+from cki.adapter import BY_TYPE, Adapter, common_adapter, require_valid, stream_handle
 from cki.device import DeviceInfo, _current
 from cki.dtypes import DType, u8
 from cki.errors import InvalidArgumentError
 from cki.launch import Executable, prepare
 from cki.ops.bind import Bound, bind, out_arguments, require_inputs
-from cki.ops.overlap import OverlapRule, overlap_rule
+from cki.ops.overlap import OverlapRule, byte_range, overlap_rule
 from cki.ops.spec import OpSpec
 from cki.tensor import DeviceId
 
@@ -36,8 +37,8 @@ class Entry:
     """A checked, planned and compiled problem, ready to run on tensors of the same signature."""
 
     __slots__ = (
-        "adapter", "device", "device_id", "executable", "new_outputs", "order", "overlap_rules", "spec", "workspace_nbytes",
-        "workspace_offsets",
+        "adapter", "device", "device_id", "executable", "new_outputs", "order", "overlap_rules", "spec",
+        "workspace_nbytes", "workspace_offsets",
     )  # fmt: skip
 
     def __init__(self, spec: OpSpec, adapter: Adapter, bound: Bound, given: Sequence[str]) -> None:
@@ -45,12 +46,15 @@ class Entry:
         self.spec = spec
         self.adapter = adapter
         self.device: DeviceInfo = bound.device
-        self.device_id = DeviceId("cpu") if bound.device.kind == "sim" else DeviceId("cuda", bound.device.index)
+        self.device_id = (
+            DeviceId("cpu") if bound.device.kind == "sim" else DeviceId("cuda", bound.device.index)
+        )
         position = {name: index for index, name in enumerate(given)}
         argument_of = dict(zip(spec.outputs, out_arguments(spec)))
         # Where each result comes from: the caller's tensor (its position among the outs) or the n-th new one.
         self.order: tuple[tuple[bool, int], ...]
         order, new, names = [], [], [*given]
+        sizes = [byte_range(bound.views[name])[1] for name in given]
         for name, output in bound.outputs:
             argument = argument_of[name]
             if argument in position:
@@ -60,6 +64,7 @@ class Entry:
                 order.append((False, len(new)))
                 new.append((tuple(output.shape), output.dtype))
                 names.append(name)
+                sizes.append(math.prod(output.shape) * output.dtype.itemsize)
         self.order = tuple(order)
         self.new_outputs: tuple[tuple[tuple[int, ...], DType], ...] = tuple(new)
         self.workspace_offsets: tuple[int, ...] = ()
@@ -71,9 +76,10 @@ class Entry:
                 offsets.append(total)
                 total += -(-nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
                 names.append(slot)
+                sizes.append(nbytes)
             self.workspace_offsets = tuple(offsets)
             self.workspace_nbytes = total + _WORKSPACE_ALIGNMENT if total else 0
-            self.executable = prepare(bound.plan, bound.device, names)
+            self.executable = prepare(bound.plan, bound.device, names, sizes)
         self.overlap_rules = tuple(_overlap_rules(spec, bound, position, argument_of))
 
     def run(self, pointers: list[int], tensors: Sequence[Any], outs: Sequence[Any], stream: Any) -> Any:
@@ -116,12 +122,13 @@ class Entry:
 
     def _refuse_overlap(self, pointers: list[int]) -> None:
         broken = [rule for rule in self.overlap_rules if rule.broken(pointers)]
+        allowed = sorted({rule.other_name for rule in broken if rule.may_coincide})
         raise InvalidArgumentError(
             f"{self.spec.name}: overlapping memory",
             [f"{rule.output_name} shares memory with {rule.other_name}" for rule in broken],
             "outputs apart from the inputs"
-            + ("; the very same view is allowed" if any(rule.output_name == "out" for rule in broken) and self.spec.in_place else ""),
-        )  # fmt: skip
+            + (f", or the very same view as {' or '.join(allowed)}" if allowed else ""),
+        )
 
 
 def _overlap_rules(
@@ -145,7 +152,11 @@ _trim_lock = threading.Lock()
 
 
 def call(
-    spec: OpSpec, inputs: tuple[Any, ...], attributes: tuple[Any, ...], outs: tuple[Any, ...] = (), stream: Any = None
+    spec: OpSpec,
+    inputs: tuple[Any, ...],
+    attributes: tuple[Any, ...],
+    outs: tuple[Any, ...] = (),
+    stream: Any = None,
 ) -> Any:
     """Run one operation on a framework's tensors.
 
@@ -163,6 +174,7 @@ def call(
         adapter = common_adapter_of(spec, inputs, outs)
     tensors = inputs + outs
     if not adapter.direct:
+        require_valid(adapter, out_arguments(spec), outs, output=True)
         handle = None if stream is None else stream_handle(stream)
         tensors = tuple(adapter.begin(tensor_names(spec), tensors, handle))
     entry, pointers = find_entry(spec, adapter, tensors, attributes)
@@ -192,7 +204,9 @@ def find_entry(
             key.append(None)
             continue
         if BY_TYPE.get(type(tensor)) is not adapter and adapter.direct:
-            common_adapter(tensor_names(spec), tensors)  # raises, unless this is a subclass seen the first time
+            common_adapter(
+                tensor_names(spec), tensors
+            )  # raises, unless this is a subclass seen the first time
         pointer, tensor_key = signature(tensor)
         pointers.append(pointer)
         key.append(tensor_key)
@@ -209,7 +223,9 @@ def _new_entry(
     inputs, outs = tensors[: len(spec.inputs)], tensors[len(spec.inputs) :]
     require_inputs(spec, inputs)
     bound = bind(spec, adapter, inputs, attributes, outs)
-    entry = Entry(spec, adapter, bound, [name for name, t in zip(tensor_names(spec), tensors) if t is not None])
+    entry = Entry(
+        spec, adapter, bound, [name for name, t in zip(tensor_names(spec), tensors) if t is not None]
+    )
     key[3] = tuple(tuple(value) if isinstance(value, list) else value for value in attributes)
     if len(_entries) >= _ENTRY_LIMIT:
         with _trim_lock:

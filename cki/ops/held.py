@@ -1,7 +1,7 @@
 """Held plans: `held = cki.hold(cki.layer_norm, x, weight, bias)`, then `held(x, weight, bias, out=y)`.
 
 A held plan is one remembered problem without the look-up.  Each call checks that every tensor has the shape, strides,
-dtype and device (and so the alignment) it was made for, and launches; other arguments are as they were when it was made.
+dtype, device and alignment it was made for, and launches; other arguments are as they were when it was made.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ def hold(function: Callable[..., Any], *args: Any, **kwargs: Any) -> HeldPlan:
     except Planned as planned:
         spec, inputs, attributes, outs = planned.spec, planned.inputs, planned.attributes, planned.outs
     else:
-        raise InvalidArgumentError(f"{function!r} is no single operation of CKI", hint="cki.layer_norm and the like")
+        raise InvalidArgumentError(
+            f"{function!r} is no single operation of CKI", hint="cki.layer_norm and the like"
+        )
     adapter = common_adapter_of(spec, inputs, outs)
     if not adapter.direct:
         raise InvalidArgumentError(
-            f"{adapter.name} tensors have no stable address, so a plan cannot be held", hint="call the operation itself"
+            f"{adapter.name} tensors have no stable address, so a plan cannot be held",
+            hint="call the operation itself",
         )
     entry, _ = find_entry(spec, adapter, inputs + outs, attributes)
     given_inputs = [t for t in inputs if t is not None]

@@ -47,10 +47,15 @@ class OverlapRule:
         return not (self.may_coincide and output == other) and self._share_elements(output, other)
 
     def _share_elements(self, output: int, other: int) -> bool:
-        first, second = np.asarray(_Memory(self.output_view, output)), np.asarray(_Memory(self.other_view, other))
+        first, second = (
+            np.asarray(_Memory(self.output_view, output)),
+            np.asarray(_Memory(self.other_view, other)),
+        )
         try:
             return bool(np.shares_memory(first, second, max_work=100_000))
-        except np.exceptions.TooHardError:  # interleaved beyond the solver's patience: strides say nothing against it
+        except (
+            np.exceptions.TooHardError
+        ):  # interleaved beyond the solver's patience: strides say nothing against it
             return False
 
 
@@ -63,11 +68,11 @@ def overlap_rule(
         other_view.shape, other_view.strides, other_view.dtype,
     )  # fmt: skip
     return OverlapRule(
-        *names, *positions, *views, in_place and same_layout, _byte_range(output_view), _byte_range(other_view)
+        *names, *positions, *views, in_place and same_layout, byte_range(output_view), byte_range(other_view)
     )
 
 
-def _byte_range(view: TensorView) -> tuple[int, int]:
+def byte_range(view: TensorView) -> tuple[int, int]:
     """Bytes that a view spans around its first element: (lowest, one past the highest)."""
     if view.size == 0:
         return 0, 0
