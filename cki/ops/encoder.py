@@ -1,0 +1,304 @@
+"""The attention block and the whole encoder layer, each one operation.
+
+`fused_attention` is layer norm, Q, K and V projections, attention and output projection, with the residual addition;
+`encoder_layer` adds the feed-forward block and its layer norm.  They are composed of the kernels of `layer_norm`,
+`linear` and `attention` over one workspace (`cki.ops.encoder_blocks`): 4 launches for an attention block and 7 for an
+encoder layer, in both norm orders.
+
+What lies between the steps has x's type: results are those of the same chain of separate operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cki import dtypes
+from cki.device import DeviceInfo, sim_device
+from cki.dtypes import DType
+from cki.heuristics.linear import ACTIVATIONS
+from cki.kernel import KernelSpec
+from cki.operand import Operand, dense
+from cki.ops.attention import MAX_HEAD_DIM
+from cki.ops.call import call
+from cki.ops.encoder_blocks import (
+    AttentionBlock,
+    FeedForward,
+    attention_scratch,
+    plan_attention_block,
+    plan_feed_forward,
+)
+from cki.ops.linear import Activation, check_alignment, check_linear, check_vector
+from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
+from cki.plan import Plan
+
+
+def fused_attention(
+    x: Any, wq: Any, wk: Any, wv: Any, wo: Any, gamma: Any = None, beta: Any = None, bq: Any = None, bk: Any = None,
+    bv: Any = None, bo: Any = None, mask: Any = None, *, num_heads: int, head_dim: int, num_kv_heads: int | None = None,
+    causal: bool = False, pre_ln: bool = True, residual: bool = True, epsilon: float = 1e-5, scale: float | None = None,
+    out: Any = None, stream: Any = None,
+) -> Any:  # fmt: skip
+    """The self-attention block of a transformer: layer norm, projections, softmax(Q K^T scale) V, output projection.
+
+    With A(u) = attention(u wq + bq, u wk + bk, u wv + bv) wo + bo:
+
+        pre_ln=True     y = A(LN(x)) + x        (GPT-2, ViT)
+        pre_ln=False    y = LN(A(x) + x)        (BERT)
+
+    residual=False leaves out "+ x": a block for a framework that adds it.
+
+    x: [batch, seq, hidden], f32, f16 or bf16, any strides.
+    wq: [hidden, num_heads * head_dim].  wk, wv: [hidden, num_kv_heads * head_dim].  wo: [num_heads * head_dim, hidden].
+        All [in, out] and of x's type, any strides: for a torch `nn.Linear` pass `weight.T`, a view.  Columns go by
+        head.  One launch computes Q, K and V when the three have the same strides (as column slices of one packed
+        weight do) and all or none have a bias.
+    gamma, beta: [hidden], weight and bias of the layer norm; None is 1 and 0.
+    bq, bk, bv, bo: biases, f32 or x's type; None is none.
+    mask: bool or u8, True (not 0) keeps a key: [batch, seq] over keys (padding), [batch, seq, seq] over queries and
+        keys, or of four axes, broadcastable to [batch, num_heads, seq, seq].  Extents may be 1.
+    num_heads, head_dim: of the queries.  num_kv_heads: divides num_heads; default num_heads.
+    causal: query i sees keys up to i.  scale: default 1/sqrt(head_dim).  epsilon: added to the norm's variance.
+    out: where to write y; apart from the inputs.
+
+    Returns y [batch, seq, hidden] of x's type.  A query that sees no key attends to nothing: A is bo.
+    Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
+    """
+    return call(
+        FUSED_ATTENTION, (x, wq, wk, wv, wo, gamma, beta, bq, bk, bv, bo, mask),
+        (num_heads, head_dim, num_kv_heads, causal, pre_ln, residual, epsilon, scale), (out,), stream,
+    )  # fmt: skip
+
+
+def encoder_layer(
+    x: Any, wq: Any, wk: Any, wv: Any, wo: Any, w1: Any, w2: Any, *, attention_gamma: Any = None,
+    attention_beta: Any = None, output_gamma: Any = None, output_beta: Any = None, bq: Any = None, bk: Any = None,
+    bv: Any = None, bo: Any = None, b1: Any = None, b2: Any = None, mask: Any = None, num_heads: int, head_dim: int,
+    num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True, activation: Activation | None = "gelu",
+    epsilon: float = 1e-5, scale: float | None = None, out: Any = None, stream: Any = None,
+) -> Any:  # fmt: skip
+    """A transformer encoder layer: attention block, then feed-forward block F(u) = activation(u w1 + b1) w2 + b2.
+
+        pre_ln=True     a = A(LN(x)) + x        y = F(LN'(a)) + a
+        pre_ln=False    a = LN(A(x) + x)        y = LN'(F(a) + a)        (BERT)
+
+    The attention block A, x, its weights, mask, heads, causal, scale: see `fused_attention`.
+    w1: [hidden, inner].  w2: [inner, hidden].  b1: [inner].  b2: [hidden].  All weights are [in, out].
+    attention_gamma, attention_beta: of the attention block's norm LN.  output_gamma, output_beta: of the feed-forward
+        block's norm LN'.  [hidden] each; None is 1 and 0.
+    activation: None, "gelu", "gelu_tanh", "silu" or "relu": see `linear`.
+    out: where to write y; apart from the inputs.
+
+    Returns y [batch, seq, hidden] of x's type.
+    Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
+    """
+    return call(
+        ENCODER_LAYER,
+        (
+            x, wq, wk, wv, wo, w1, w2, attention_gamma, attention_beta, output_gamma, output_beta,
+            bq, bk, bv, bo, b1, b2, mask,
+        ),
+        (num_heads, head_dim, num_kv_heads, causal, pre_ln, activation, epsilon, scale), (out,), stream,
+    )  # fmt: skip
+
+
+def _attention_block(problem: Problem, gamma: str, beta: str, *, residual: bool) -> AttentionBlock:
+    get, attribute = problem.get, problem.attribute
+    heads = attribute("num_heads")
+    return AttentionBlock(
+        problem["wq"], problem["wk"], problem["wv"], problem["wo"], gamma=get(gamma), beta=get(beta), bq=get("bq"),
+        bk=get("bk"), bv=get("bv"), bo=get("bo"), mask=get("mask"), num_heads=heads, head_dim=attribute("head_dim"),
+        num_kv_heads=attribute("num_kv_heads") or heads, causal=attribute("causal"), pre_ln=attribute("pre_ln"),
+        residual=residual, epsilon=attribute("epsilon"), scale=attribute("scale"),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rules
+
+#: Stands for a required attribute of a wrong type, which has been reported as such.
+_UNREADABLE = -(2**31)
+_FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
+
+
+def _check_heads(problem: Problem) -> tuple[int, int, int] | None:
+    """(num_heads, num_kv_heads, head_dim), or None when they are wrong."""
+    heads, head_dim = problem.attribute("num_heads"), problem.attribute("head_dim")
+    kv_heads = problem.attribute("num_kv_heads")
+    if _UNREADABLE in (heads, head_dim):
+        return None
+    before = len(problem.violations)
+    if heads < 1:
+        problem.reject(f"num_heads is {heads}", "num_heads of 1 or more")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        problem.reject(f"head_dim is {head_dim}", f"a head_dim of 1 to {MAX_HEAD_DIM}")
+    if kv_heads is None:
+        kv_heads = heads
+    elif kv_heads < 1 or heads % kv_heads:
+        problem.reject(
+            f"num_kv_heads is {kv_heads}, num_heads is {heads}", "num_kv_heads that divides num_heads"
+        )
+    return (heads, kv_heads, head_dim) if len(problem.violations) == before else None
+
+
+def _check_mask(problem: Problem, heads: int) -> None:
+    mask, x = problem.get("mask"), problem["x"]
+    if mask is None:
+        return
+    batch, seq, _ = x.shape
+    full = {2: (batch, seq), 3: (batch, seq, seq), 4: (batch, heads, seq, seq)}.get(mask.ndim)
+    if mask.dtype not in (dtypes.bool_, dtypes.u8):
+        problem.reject(f"mask is {mask.dtype}", "mask of bool or u8")
+    if full is None or any(have not in (1, want) for have, want in zip(mask.shape, full)):
+        problem.reject(
+            f"mask has shape {mask.shape}, x has shape {x.shape}",
+            f"mask of shape {(batch, seq)}, {(batch, seq, seq)} or {(batch, heads, seq, seq)}, or 1 for an extent",
+        )
+
+
+def _check_block(problem: Problem, gamma: str, beta: str) -> bool:
+    """The rules of an attention block; whether x's hidden size is known."""
+    check_alignment(problem)
+    x = problem["x"]
+    if x.dtype not in _FLOATS:
+        problem.reject(f"x is {x.dtype}", "x of f32, f16 or bf16")
+    if problem.attribute("epsilon") < 0:
+        problem.reject(f"epsilon is {problem.attribute('epsilon')}", "epsilon of 0 or more")
+    counts = _check_heads(problem)
+    if x.ndim != 3 or x.shape[2] < 1:
+        problem.reject(f"x has shape {x.shape}", "x of shape [batch, seq, hidden], hidden 1 or more")
+        return False
+    hidden = x.shape[2]
+    if x.shape[1] >= 2**29:
+        problem.reject(f"x has shape {x.shape}", "fewer than 2**29 tokens a sequence")
+    if counts is not None:
+        heads, kv_heads, head_dim = counts
+        check_linear(problem, hidden, heads * head_dim, ("x", "wq", "bq"))
+        check_linear(problem, hidden, kv_heads * head_dim, ("x", "wk", "bk"))
+        check_linear(problem, hidden, kv_heads * head_dim, ("x", "wv", "bv"))
+        check_linear(problem, heads * head_dim, hidden, ("x", "wo", "bo"))
+        _check_mask(problem, heads)
+    for name in (gamma, beta):
+        if problem.get(name) is not None:
+            check_vector(problem, name, hidden, x)
+    return True
+
+
+def _check_fused_attention(problem: Problem) -> None:
+    _check_block(problem, "gamma", "beta")
+
+
+def _check_encoder_layer(problem: Problem) -> None:
+    if problem.attribute("activation") not in ACTIVATIONS:
+        known = ", ".join(repr(name) for name in ACTIVATIONS if name) + " or None"
+        problem.reject(f"activation is {problem.attribute('activation')!r}", f"activation {known}")
+    if not _check_block(problem, "attention_gamma", "attention_beta"):
+        return
+    x, w1 = problem["x"], problem["w1"]
+    check_linear(problem, x.shape[2], -1, ("x", "w1", "b1"))
+    check_linear(problem, w1.shape[1] if w1.ndim == 2 else -1, x.shape[2], ("x", "w2", "b2"))
+    for name in ("output_gamma", "output_beta"):
+        if problem.get(name) is not None:
+            check_vector(problem, name, x.shape[2], x)
+
+
+def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
+    return {"out": OutputSpec(problem["x"].shape, problem["x"].dtype)}
+
+
+def _plan_fused_attention(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
+    x = problem["x"]
+    block = _attention_block(problem, "gamma", "beta", residual=problem.attribute("residual"))
+    nbytes = attention_scratch(x, block)
+    scratch = dense("scratch", (nbytes,), dtypes.u8)
+    return Plan(plan_attention_block(x, block, outputs["out"], scratch, device), (("scratch", nbytes),))
+
+
+def _plan_encoder_layer(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
+    x, y = problem["x"], outputs["out"]
+    attention_block = _attention_block(problem, "attention_gamma", "attention_beta", residual=True)
+    feed_forward = FeedForward(
+        problem["w1"], problem["w2"], problem.get("b1"), problem.get("b2"), problem.get("output_gamma"),
+        problem.get("output_beta"), problem.attribute("activation"), problem.attribute("pre_ln"),
+        problem.attribute("epsilon"),
+    )  # fmt: skip
+    # The feed-forward block's inner activations take the place of Q, K, V and the heads' outputs, which are done with.
+    inner_nbytes = x.shape[0] * x.shape[1] * problem["w1"].shape[1] * x.dtype.itemsize
+    nbytes = max(attention_scratch(x, attention_block), inner_nbytes)
+    scratch = dense("scratch", (nbytes,), dtypes.u8)
+    attended = dense("attended", x.shape, x.dtype)
+    steps = plan_attention_block(x, attention_block, attended, scratch, device)
+    steps += plan_feed_forward(attended, feed_forward, y, scratch, device)
+    return Plan(steps, (("scratch", nbytes), ("attended", attended.nbytes)))
+
+
+_BLOCK_ATTRIBUTES = (
+    Attribute("num_heads", int, _UNREADABLE), Attribute("head_dim", int, _UNREADABLE), Attribute("num_kv_heads", int),
+    Attribute("causal", bool, False), Attribute("pre_ln", bool, True),
+)  # fmt: skip
+
+
+def _inputs(required: str, optional: str) -> tuple[Input, ...]:
+    return (*(Input(name) for name in required.split()), *(Input(name, True) for name in optional.split()))
+
+
+FUSED_ATTENTION = OpSpec(
+    name="fused_attention",
+    inputs=_inputs("x wq wk wv wo", "gamma beta bq bk bv bo mask"),
+    attributes=(
+        *_BLOCK_ATTRIBUTES, Attribute("residual", bool, True), Attribute("epsilon", float, 1e-5),
+        Attribute("scale", float),
+    ),
+    outputs=("out",),
+    check=_check_fused_attention,
+    infer=_infer,
+    plan=_plan_fused_attention,
+)  # fmt: skip
+
+ENCODER_LAYER = OpSpec(
+    name="encoder_layer",
+    inputs=_inputs(
+        "x wq wk wv wo w1 w2",
+        "attention_gamma attention_beta output_gamma output_beta bq bk bv bo b1 b2 mask",
+    ),
+    attributes=(
+        *_BLOCK_ATTRIBUTES, Attribute("activation", str), Attribute("epsilon", float, 1e-5), Attribute("scale", float),
+    ),
+    outputs=("out",),
+    check=_check_encoder_layer,
+    infer=_infer,
+    plan=_plan_encoder_layer,
+)  # fmt: skip
+
+
+def representative_specs(arch: str) -> list[KernelSpec]:
+    """The kernels of encoder layers of usual sizes (all-MiniLM-L6-v2, BERT-large), in both norm orders."""
+    device = sim_device(arch)
+    found: dict[KernelSpec, None] = {}
+    for dtype in _FLOATS:
+        for batch, seq, hidden, heads in ((6, 16, 384, 12), (4, 512, 1024, 16)):
+            for pre_ln in (False, True):
+                for step in _plan_encoder_layer(
+                    *_example(batch, seq, hidden, heads, pre_ln, dtype), device
+                ).steps:
+                    found[step.kernel] = None
+    return list(found)
+
+
+def _example(
+    batch: int, seq: int, hidden: int, heads: int, pre_ln: bool, dtype: DType
+) -> tuple[Problem, dict[str, Operand]]:
+    """A BERT layer with padding mask, for planning without tensors."""
+    shapes = {
+        "x": (batch, seq, hidden),
+        "w1": (hidden, 4 * hidden),
+        "w2": (4 * hidden, hidden),
+        "b1": (4 * hidden,),
+    }
+    shapes |= dict.fromkeys(("wq", "wk", "wv", "wo"), (hidden, hidden))
+    shapes |= {item.name: (hidden,) for item in ENCODER_LAYER.inputs if item.name not in {*shapes, "mask"}}
+    operands: dict[str, Operand | None] = {name: dense(name, shape, dtype) for name, shape in shapes.items()}
+    operands["mask"] = dense("mask", (batch, seq), dtypes.bool_)
+    attributes = {attribute.name: attribute.default for attribute in ENCODER_LAYER.attributes}
+    attributes |= {"num_heads": heads, "head_dim": hidden // heads, "pre_ln": pre_ln, "activation": "gelu"}
+    return Problem(operands, attributes), {"out": dense("out", (batch, seq, hidden), dtype)}

@@ -1,0 +1,124 @@
+"""The blocks of an encoder layer as launches over one piece of scratch memory: pure functions of operands.
+
+An attention block is 4 launches and a feed-forward block 3, in both norm orders: Q, K and V come from one launch and
+lie side by side, attention reads them as slices, and biases, activation and residual additions happen in the products'
+epilogues.  The result's own memory holds what the norm writes (pre-LN) or reads (post-LN, in place).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cki.device import DeviceInfo
+from cki.operand import Operand, dense
+from cki.ops.attention import plan_attention
+from cki.ops.linear import Part, plan_linear, plan_linear_parts
+from cki.ops.norm import plan_layer_norm
+from cki.plan import Step
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Weights and options of an attention block, named as in `fused_attention`."""
+
+    wq: Operand
+    wk: Operand
+    wv: Operand
+    wo: Operand
+    gamma: Operand | None
+    beta: Operand | None
+    bq: Operand | None
+    bk: Operand | None
+    bv: Operand | None
+    bo: Operand | None
+    mask: Operand | None
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int
+    causal: bool
+    pre_ln: bool
+    residual: bool
+    epsilon: float
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """Weights and options of a feed-forward block and its norm."""
+
+    w1: Operand
+    w2: Operand
+    b1: Operand | None
+    b2: Operand | None
+    gamma: Operand | None
+    beta: Operand | None
+    activation: str | None
+    pre_ln: bool
+    epsilon: float
+
+
+def plan_attention_block(
+    x: Operand, block: AttentionBlock, y: Operand, scratch: Operand, device: DeviceInfo
+) -> tuple[Step, ...]:
+    """Steps of `fused_attention`.  scratch: `attention_scratch` bytes."""
+    batch, seq, _ = x.shape
+    q_columns, kv_columns = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
+    columns = q_columns + 2 * kv_columns
+    qkv = dense(scratch.slot, (batch, seq, columns), x.dtype)
+    context = dense(scratch.slot, (batch, seq, q_columns), x.dtype, offset=_aligned(qkv.nbytes))
+
+    def heads(of: Operand, count: int, width: int, first: int) -> Operand:
+        shape = (batch, seq, count, block.head_dim)
+        return of.view(shape, (seq * width, width, block.head_dim, 1), first)
+
+    def norm(source: Operand) -> tuple[Step, ...]:
+        return plan_layer_norm(source, block.gamma, block.beta, y, device, eps=block.epsilon)
+
+    steps = norm(x) if block.pre_ln else ()
+    parts = [Part(block.wq, block.bq), Part(block.wk, block.bk), Part(block.wv, block.bv)]
+    steps += plan_linear_parts(y if block.pre_ln else x, parts, qkv, device)
+    steps += plan_attention(
+        heads(qkv, block.num_heads, columns, 0), heads(qkv, block.num_kv_heads, columns, q_columns),
+        heads(qkv, block.num_kv_heads, columns, q_columns + kv_columns), heads(context, block.num_heads, q_columns, 0),
+        device=device, causal=block.causal, scale=block.scale, mask=_attention_mask(block.mask),
+    )  # fmt: skip
+    steps += plan_linear(context, block.wo, block.bo, x if block.residual else None, y, device)
+    return steps if block.pre_ln else steps + norm(y)
+
+
+def attention_scratch(x: Operand, block: AttentionBlock) -> int:
+    """Bytes of scratch memory: Q, K and V side by side, and the heads' outputs."""
+    tokens = x.shape[0] * x.shape[1] * x.dtype.itemsize
+    q_columns, kv_columns = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
+    return _aligned(tokens * (q_columns + 2 * kv_columns)) + tokens * q_columns
+
+
+def plan_feed_forward(
+    x: Operand, block: FeedForward, y: Operand, scratch: Operand, device: DeviceInfo
+) -> tuple[Step, ...]:
+    """Steps of y = F(LN(x)) + x (pre_ln) or LN(F(x) + x).  scratch: room for u w1."""
+    inner = dense(scratch.slot, (*x.shape[:-1], block.w1.shape[1]), x.dtype)
+
+    def norm(source: Operand) -> tuple[Step, ...]:
+        return plan_layer_norm(source, block.gamma, block.beta, y, device, eps=block.epsilon)
+
+    steps = norm(x) if block.pre_ln else ()
+    steps += plan_linear(
+        y if block.pre_ln else x, block.w1, block.b1, None, inner, device, activation=block.activation
+    )
+    steps += plan_linear(inner, block.w2, block.b2, x, y, device)
+    return steps if block.pre_ln else steps + norm(y)
+
+
+def _aligned(nbytes: int) -> int:
+    """Room for another tensor behind: tensors of a workspace begin at multiples of 256 bytes."""
+    return -(-nbytes // 256) * 256
+
+
+def _attention_mask(mask: Operand | None) -> Operand | None:
+    """[batch, keys] or [batch, queries, keys] with axes for heads and queries, which `attention` wants."""
+    if mask is None or mask.ndim == 4:
+        return mask
+    if mask.ndim == 2:
+        return mask.view((mask.shape[0], 1, 1, mask.shape[1]), (mask.strides[0], 0, 0, mask.strides[1]))
+    return mask.view((mask.shape[0], 1, *mask.shape[1:]), (mask.strides[0], 0, *mask.strides[1:]))
