@@ -104,8 +104,10 @@ class SimKernel:
                 if s.is_thread_local and not s.is_defined and not s.name.startswith(("cki_sim_thread", "cki_sim_block"))
             ]  # fmt: skip
             area.write_text(_dynamic_area_source(undefined))
+            # Symbolic: a kernel named like a function of the C library is still the kernel.
             toolchain.run_compiler(
-                ["-shared", str(object_file), str(area), "-o", str(result)], f"kernel {self.entry} ({self.name})"
+                ["-shared", "-Wl,-Bsymbolic", str(object_file), str(area), "-o", str(result)],
+                f"kernel {self.entry} ({self.name})",
             )
 
         path = store.get_or_build(store.directory(self._cache_dir) / f"{stem}-{self._key(flags)}.so", build)

@@ -69,7 +69,10 @@ def key() -> str:
 
 
 def _build(working: Path, result: Path) -> None:
-    flags = [*toolchain.common_flags(), "-O3", "-g1", "-Wall", "-Wextra", "-I", str(source_dir()), "-I", str(cuda_src())]
+    flags = [
+        *toolchain.common_flags(), "-O3", "-g1", "-Wall", "-Wextra", "-fno-semantic-interposition",
+        "-I", str(source_dir()), "-I", str(cuda_src()),
+    ]  # fmt: skip
 
     def compile_one(source: Path) -> Path:
         object_file = working / (source.name + ".o")
@@ -79,7 +82,8 @@ def _build(working: Path, result: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, _sources()))
     toolchain.run_compiler(
-        ["-shared", "-pthread", "-Wl,-z,defs", *map(str, objects), "-o", str(result), "-ldl"], "the runtime library"
+        ["-shared", "-pthread", "-Wl,-z,defs", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(result), "-ldl"],
+        "the runtime library",
     )
 
 

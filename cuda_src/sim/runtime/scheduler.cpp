@@ -201,6 +201,14 @@ void wake(Thread& thread) {
   if (thread.state == ThreadState::Waiting) make_ready(thread);
 }
 
+void wake_lanes(Block& block, u32 warp, u32 lanes) {
+  if (!lanes) return;
+  for (u32 rest = lanes; rest; rest &= rest - 1)
+    block.threads[warp * kWarpSize + lowest(rest)].state = ThreadState::Ready;
+  block.ready[warp] |= lanes;
+  block.ready_warps |= 1u << warp;
+}
+
 void yield() {
   Thread& thread = current_thread();
   make_ready(thread);

@@ -14,6 +14,7 @@ Group* running_group();   // of this OS thread, also while pending work complete
 // The condition is the caller's business: `while (!ready()) { waiters.push_back(&thread); wait({...}); }`.
 void wait(const Wait& wait);
 void wake(Thread& thread);
+void wake_lanes(Block& block, u32 warp, u32 lanes);   // all of which wait
 
 // Lets another thread run, if the schedule has one; the current thread stays runnable.
 void yield();

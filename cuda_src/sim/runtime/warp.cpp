@@ -43,11 +43,9 @@ void complete(Thread& last, WarpOperation& operation) {
   operation.mask = operation.arrived;
   operation.complete(last, operation);
   operation.arrived = 0;
-  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
-  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) {
-    Thread& thread = warp[lowest(lanes)];
-    if (&thread != &last) wake(thread);
-  }
+  u32 others = operation.mask;
+  if (last.state != ThreadState::Exited) others &= ~(1u << last.lane());
+  wake_lanes(*last.block, last.warp(), others);
 }
 
 // ---- the core's operations ----
