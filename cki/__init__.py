@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cki._checkout import extended_path as _extended_path
+from cki.background import start as _start_compiling
 from cki.device import device as device
 from cki.errors import CkiError as CkiError
 
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from cki.graph import Graph as Graph
     from cki.graph import capture as capture
+    from cki.loader import TensorMap as TensorMap
     from cki.loader import load as load
     from cki.ops.attention import attention as attention
     from cki.ops.embedding import embed_tokens as embed_tokens
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from cki.ops.norm import rms_norm as rms_norm
 
 _HOME = {
-    "Graph": "graph", "capture": "graph", "load": "loader", "HeldPlan": "ops.held", "hold": "ops.held",
+    "Graph": "graph", "capture": "graph", "load": "loader", "TensorMap": "loader",
+    "HeldPlan": "ops.held", "hold": "ops.held",
     "attention": "ops.attention", "linear": "ops.linear", "layer_norm": "ops.norm", "rms_norm": "ops.norm",
     "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding",
     "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder",
@@ -53,3 +56,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
+
+
+_start_compiling()

@@ -6,6 +6,8 @@ must live as long as the graph.  The simulated device has no graphs: there the l
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -32,6 +34,29 @@ class Recording:
 #: Number of captures in progress in this process.  Calls look at the context variable only when it is not 0.
 active = 0
 current: ContextVar[Recording | None] = ContextVar("cki_recording", default=None)
+_lock = threading.Lock()
+
+
+def enter() -> None:
+    """A capture begins."""
+    global active
+    with _lock:
+        active += 1
+
+
+def leave() -> None:
+    """A capture ends."""
+    global active
+    with _lock:
+        active -= 1
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def launch(executable: Executable, pointers: Sequence[int], stream: int, memory: Sequence[Any]) -> None:

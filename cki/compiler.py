@@ -231,6 +231,27 @@ def compile_text(text: str, name: str, arch: str, compile_options: tuple[str, ..
     return Compiled(cubin, parse_report(messages, arch, fingerprint() or "", seconds))
 
 
+def ptx(text: str, name: str, arch: str, compile_options: tuple[str, ...]) -> str:
+    """The PTX of a source, for looking at."""
+    nvrtc = _nvrtc()
+    virtual = tuple(o.replace("-arch=sm_", "-arch=compute_") for o in compile_options if "ptxas" not in o)
+    with gate:
+        program = _check(
+            nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []), "nvrtcCreateProgram"
+        )
+        try:
+            encoded = [option.encode() for option in virtual]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+            if int(status) != 0:
+                messages = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+                raise CompileError(
+                    _explain(name, arch, messages.rstrip(b"\0 \n").decode(errors="replace"), status.name)
+                )
+            return _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0").decode()
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+
 def _read(size_function: Any, read_function: Any, program: Any) -> bytes:
     size = _check(size_function(program), size_function.__name__)
     buffer = b" " * size  # cuda.bindings writes into it

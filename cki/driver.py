@@ -206,7 +206,7 @@ def _launchable(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) > 1 else None
 
 
-def capture_status(stream: int) -> Any:
+def capturing_graph(stream: int) -> Any:
     """The graph that a stream is being captured into, or None."""
     driver = api()
     result = driver.cuStreamGetCaptureInfo(stream)
@@ -217,7 +217,9 @@ def capture_status(stream: int) -> Any:
 
 
 def count_kernel_nodes(graph: Any) -> int:
-    """Kernel launches in a graph."""
+    """Kernel launches in a graph (None: no graph, no launches)."""
+    if graph is None:
+        return 0
     driver = api()
     _, count = _value(driver.cuGraphGetNodes(graph, 0))
     nodes, _ = _value(driver.cuGraphGetNodes(graph, count)) if count else ([], 0)

@@ -1,0 +1,58 @@
+"""`python -m cki COMMAND`: what CKI sees, compiles and has compiled; the demo; checks of kernels on the simulated device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from cki.errors import CkiError
+
+#: Command -> (module with `main(argv) -> int`, what it does).
+COMMANDS = {
+    "show-config": ("cki.cli.show_config", "settings, device, driver, compilers, support table"),
+    "list-kernels": ("cki.cli.list_kernels", "all kernels, or those of a family"),
+    "compile": (
+        "cki.cli.compile_kernels",
+        "compile all kernels into the cache, or with --out into a prebuilt directory",
+    ),
+    "cache": ("cki.cli.kernel_cache", "`info` or `clear`: compiled kernels on disk"),
+    "dump": ("cki.cli.dump", "a kernel's source, PTX, SASS, or registers and spills"),
+    "sanitize": ("cki.cli.sanitize", "run a kernel on the simulated device with every check"),
+    "selftest": ("cki.cli.selftest", "run the main operations against their reference"),
+    "demo": ("cki.demo", "embed sentences with a real encoder"),
+}
+
+
+def usage() -> str:
+    """The list of commands."""
+    lines = [f"  {name:<14}{what}" for name, (_, what) in COMMANDS.items()]
+    return (
+        "usage: python -m cki COMMAND [options]\n\n"
+        + "\n".join(lines)
+        + "\n\n`COMMAND --help` shows its options."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0, 1 for an error that is explained on stderr, 2 for wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    command = arguments[0]
+    if command not in COMMANDS:
+        print(f"there is no command {command!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    try:
+        return int(import_module(COMMANDS[command][0]).main(arguments[1:]) or 0)
+    except CkiError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `| head`
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Commands of `python -m cki`: one file each, with `main(argv) -> int`."""

@@ -1,0 +1,117 @@
+"""Small problems for each operation: what `sanitize` and `selftest` run.
+
+Sizes are awkward on purpose: they are no multiples of the tiles, wrap every ring of stages at least twice, and leave
+tails in each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cki.errors import InvalidArgumentError
+
+Array = np.ndarray[Any, Any]
+_FLOATS: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+class Example(NamedTuple):
+    """arguments: keyword arguments of the operation `op`; arrays among them are NumPy's.  label: for reports."""
+
+    op: str
+    label: str
+    arguments: dict[str, Any]
+
+
+def _normal(seed: int, *shape: int, scale: float = 1.0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape) * scale
+
+
+def _norm(op: str, *, width: int = 333, rows: int = 5) -> list[Mapping[str, Any]]:
+    base = {"x": _normal(0, rows, width), "weight": _normal(1, width)}
+    bias = {"bias": _normal(2, width)} if op == "layer_norm" else {}
+    aligned = {"x": _normal(4, 3, 1024), "weight": _normal(5, 1024)}
+    return [{**base, **bias}, {**base, "residual": _normal(3, rows, width)}, aligned]
+
+
+def _attention() -> list[Mapping[str, Any]]:
+    def heads(seed: int, length: int, count: int, dim: int) -> Array:
+        return _normal(seed, 1, length, count, dim)
+
+    return [
+        {"q": heads(0, 65, 4, 64), "k": heads(1, 193, 2, 64), "v": heads(2, 193, 2, 64), "causal": True},
+        {"q": heads(3, 33, 2, 40), "k": heads(4, 130, 2, 40), "v": heads(5, 130, 2, 40), "bias": _normal(6, 1, 1, 33, 130)},
+    ]  # fmt: skip
+
+
+def _linear() -> list[Mapping[str, Any]]:
+    x, w = _normal(0, 67, 200), _normal(1, 200, 129, scale=0.1)
+    return [
+        {"x": x, "w": w},
+        {"x": x, "w": w, "bias": _normal(2, 129), "activation": "gelu", "residual": _normal(3, 67, 129)},
+    ]
+
+
+def _block() -> dict[str, Any]:
+    hidden = 64
+    weights = {
+        name: _normal(seed, hidden, hidden, scale=0.1)
+        for seed, name in enumerate(("wq", "wk", "wv", "wo"), 1)
+    }
+    return {"x": _normal(0, 2, 17, hidden), **weights, "num_heads": 2, "head_dim": 32}
+
+
+def _layer() -> dict[str, Any]:
+    return {**_block(), "w1": _normal(5, 64, 256, scale=0.1), "w2": _normal(6, 256, 64, scale=0.1)}
+
+
+def _embedding() -> dict[str, Any]:
+    return {
+        "token_ids": np.random.default_rng(0).integers(0, 50, (2, 17), dtype=np.int64),
+        "word_table": _normal(1, 50, 100), "position_table": _normal(2, 17, 100),
+    }  # fmt: skip
+
+
+def _pool() -> dict[str, Any]:
+    return {"x": _normal(0, 2, 17, 100), "mask": np.arange(17)[None, :] < np.array([[17], [5]])}
+
+
+_PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
+    "layer_norm": lambda: _norm("layer_norm"),
+    "layer_norm_long": lambda: _norm("layer_norm", width=40001, rows=2)[:2],
+    "rms_norm": lambda: _norm("rms_norm"),
+    "rms_norm_long": lambda: _norm("rms_norm", width=40001, rows=2)[:2],
+    "attention": _attention,
+    "linear": _linear,
+    "fused_attention": lambda: [_block()],
+    "encoder_layer": lambda: [_layer()],
+    "embed_tokens": lambda: [_embedding()],
+    "mean_pool": lambda: [_pool()],
+}
+NAMES = tuple(_PROBLEMS)
+
+
+def examples(name: str, dtypes: tuple[str, ...] = ("f32", "f16", "bf16")) -> list[Example]:
+    """The problems of an operation or kernel, in each element type."""
+    if name not in _PROBLEMS:
+        raise InvalidArgumentError(f"there is no kernel {name!r}", hint=f"one of {', '.join(NAMES)}")
+    found = []
+    for dtype in dtypes:
+        for problem in _PROBLEMS[name]():
+            arguments = {key: _cast(value, _FLOATS[dtype]) for key, value in problem.items()}
+            shapes = ", ".join(
+                f"{key} {list(value.shape)}"
+                for key, value in arguments.items()
+                if isinstance(value, np.ndarray)
+            )
+            options = "".join(f", {k}={v}" for k, v in arguments.items() if not isinstance(v, np.ndarray))
+            found.append(Example(name.removesuffix("_long"), f"{dtype}: {shapes}{options}", arguments))
+    return found
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    is_float = isinstance(value, np.ndarray) and value.dtype == np.float64
+    return value.astype(dtype) if is_float else value

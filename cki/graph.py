@@ -1,0 +1,227 @@
+"""`cki.capture`: record a function's launches once, replay them with one submission.
+
+    graph = cki.capture(step, x, cache)      # runs step(x, cache) once, then records it
+    graph.replay()                           # same tensors, new contents
+
+On a GPU this is a CUDA graph on the framework's own terms: torch's graph-private memory pool, or for CuPy a pool of
+its own.  Whatever is launched inside is captured, CKI's kernels or not.  The simulated device records CKI's launches
+alone; other work in the function (NumPy) is done once, at capture.
+
+A graph holds addresses: write new inputs into the captured tensors, read results from `graph.outputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cki import capture_state
+from cki.adapter import adapter_of, stream_handle
+from cki.device import current
+from cki.errors import InvalidArgumentError, UnsupportedError
+
+
+class Graph(ABC):
+    """A recorded function.
+
+    outputs: what the function returned when it was recorded; each replay writes these tensors anew.
+    num_kernels: kernel launches a replay does.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: Any = None
+        self.num_kernels = 0
+        self._kept: list[Any] = []
+        self._closed = False
+
+    def replay(self, stream: Any = None) -> Any:
+        """Run the recorded launches on `stream` (default: the framework's current one); returns `outputs`."""
+        if self._closed:
+            raise InvalidArgumentError("this graph was closed")
+        self._replay(None if stream is None else stream_handle(stream))
+        return self.outputs
+
+    def close(self) -> None:
+        """Free the graph and all memory that it holds, `outputs` included.  Idempotent; also done on deletion."""
+        self._closed = True
+        self.outputs = None
+        self._kept = []
+        self._free()
+
+    def __enter__(self) -> Graph:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _replay(self, stream: int | None) -> None: ...
+
+    @abstractmethod
+    def _free(self) -> None: ...
+
+
+class _SimGraph(Graph):
+    """The launches themselves, run again one by one."""
+
+    def __init__(self, launches: list[capture_state.Recorded]) -> None:
+        super().__init__()
+        self._launches = launches
+        self.num_kernels = sum(len(recorded.executable.plan.steps) for recorded in launches)
+
+    def _replay(self, stream: int | None) -> None:
+        for recorded in self._launches:
+            recorded.executable.launch(recorded.pointers, 0)
+
+    def _free(self) -> None:
+        self._launches = []
+
+
+class _TorchGraph(Graph):
+    def __init__(self, graph: Any) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def _replay(self, stream: int | None) -> None:
+        if stream is None:
+            self._graph.replay()
+            return
+        import torch
+
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            self._graph.replay()
+
+    def _free(self) -> None:
+        self._graph = None
+
+
+class _CupyGraph(Graph):
+    def __init__(self, graph: Any, pool: Any, device: int) -> None:
+        super().__init__()
+        self._graph = graph
+        self._pool = pool
+        self._device = device
+
+    def _replay(self, stream: int | None) -> None:
+        import cupy
+
+        with cupy.cuda.Device(self._device):
+            self._graph.launch(None if stream is None else cupy.cuda.ExternalStream(stream, self._device))
+
+    def _free(self) -> None:
+        self._graph = None
+        self._pool = None
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[capture_state.Recording]:
+    recording = capture_state.Recording()
+    token = capture_state.current.set(recording)
+    capture_state.enter()
+    try:
+        yield recording
+    finally:
+        capture_state.leave()
+        capture_state.current.reset(token)
+
+
+def capture(function: Callable[..., Any], *args: Any, warmup: int = 1, **kwargs: Any) -> Graph:
+    """Record `function(*args, **kwargs)` as a graph.
+
+    The framework (torch or CuPy; NumPy or torch on the simulated device) is that of the first tensor among the
+    arguments.  warmup: runs before recording, on a side stream, so that nothing is compiled or loaded inside; with 0 a
+    first call inside the capture compiles there, which works too.  The recording itself computes nothing.
+
+    Raises UnsupportedError for frameworks that bring their own graphs (TensorFlow, JAX).
+    """
+    tensor = _first_tensor((args, kwargs))
+    if current().kind == "sim":
+        return _capture_sim(function, args, kwargs, warmup)
+    if tensor is not None:
+        framework = adapter_of(tensor).name
+    else:
+        framework = next((name for name in ("torch", "cupy") if name in sys.modules), "cupy")
+    if framework == "torch":
+        return _capture_torch(function, args, kwargs, warmup, tensor)
+    if framework == "cupy":
+        return _capture_cupy(function, args, kwargs, warmup, tensor)
+    raise UnsupportedError(
+        f"cki.capture does not take {framework} tensors",
+        hint="torch or CuPy tensors; tf.function and jax.jit for others",
+    )
+
+
+def _first_tensor(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return next((found for item in value if (found := _first_tensor(item)) is not None), None)
+    is_tensor = hasattr(type(value), "__dlpack__") or hasattr(type(value), "__cuda_array_interface__")
+    return value if is_tensor else None
+
+
+def _capture_sim(function: Callable[..., Any], args: Any, kwargs: Any, warmup: int) -> Graph:
+    for _ in range(warmup):
+        function(*args, **kwargs)
+    with _recording() as recording:
+        outputs = function(*args, **kwargs)
+    graph = _SimGraph(recording.launches)
+    graph.outputs = outputs
+    graph._kept = [args, kwargs, *recording.kept]
+    return graph
+
+
+def _capture_torch(function: Callable[..., Any], args: Any, kwargs: Any, warmup: int, tensor: Any) -> Graph:
+    import torch
+
+    from cki import driver
+
+    device = tensor.device if tensor is not None else torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.device(device):
+        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for _ in range(warmup):
+                function(*args, **kwargs)
+        here.wait_stream(side)
+        torch_graph = torch.cuda.CUDAGraph()
+        graph = _TorchGraph(torch_graph)
+        with _recording() as recording, torch.cuda.graph(torch_graph, stream=side):
+            graph.outputs = function(*args, **kwargs)
+            graph.num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.cuda_stream))
+    graph._kept = [args, kwargs, *recording.kept]
+    return graph
+
+
+def _capture_cupy(function: Callable[..., Any], args: Any, kwargs: Any, warmup: int, tensor: Any) -> Graph:
+    import cupy
+
+    from cki import driver
+
+    device = int(tensor.device.id) if tensor is not None else cupy.cuda.runtime.getDevice()
+    # Temporaries of the function come from a pool that lives with the graph: nobody else gets their memory.
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.Device(device), cupy.cuda.using_allocator(pool.malloc):
+        here, side = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
+        side.wait_event(here.record())
+        with side:
+            for _ in range(warmup):
+                function(*args, **kwargs)
+            side.synchronize()
+            with _recording() as recording:
+                side.begin_capture()
+                try:
+                    outputs = function(*args, **kwargs)
+                    num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.ptr))
+                except BaseException:
+                    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+                        side.end_capture()
+                    raise
+                graph = _CupyGraph(side.end_capture(), pool, device)
+    graph.outputs = outputs
+    graph.num_kernels = num_kernels
+    graph._kept = [args, kwargs, *recording.kept]
+    return graph
