@@ -218,16 +218,22 @@ def interface_stream(interface: Mapping[str, Any]) -> int | None:
 _live: dict[int, tuple[ctypes.Structure, Any, object]] = {}
 
 
-def _release(address: int) -> None:
-    _live.pop(address, None)
+def _callbacks() -> tuple[Callable[[int], None], Callable[[int], None]]:
+    # Closures, not globals: a consumer may let go while the interpreter clears this module.
+    live, names, is_valid, get_pointer = _live, (_OLD_NAME, _NEW_NAME), _dying_is_valid, _dying_get_pointer
+
+    def release(address: int) -> None:
+        live.pop(address, None)
+
+    def release_unconsumed(capsule: int) -> None:
+        for name in names:
+            if is_valid(capsule, name):  # not renamed: nobody consumed it
+                live.pop(get_pointer(capsule, name), None)
+
+    return release, release_unconsumed
 
 
-def _release_unconsumed(capsule: int) -> None:
-    for name in (_OLD_NAME, _NEW_NAME):
-        if _dying_is_valid(capsule, name):  # not renamed: nobody consumed it
-            _live.pop(_dying_get_pointer(capsule, name), None)
-
-
+_release, _release_unconsumed = _callbacks()
 _deleter = ctypes.CFUNCTYPE(None, c_void_p)(_release)
 _capsule_destructor = ctypes.CFUNCTYPE(None, c_void_p)(_release_unconsumed)
 

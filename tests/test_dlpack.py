@@ -365,7 +365,8 @@ def test_exit_with_exported_memory_still_held_is_clean():
         "from cki.dlpack import DLPackExport, from_dlpack\n"
         "held = np.from_dlpack(DLPackExport(from_dlpack(np.ones(1000, 'f4'))))\n"
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))\n"  # never freed by Python
-        "cycle = [held]; cycle.append(cycle)\n"
+        "unconsumed = DLPackExport(from_dlpack(np.ones(5))).__dlpack__()\n"
+        "np.unconsumed = unconsumed\n"  # dies late, when modules are being cleared
         "print(held.sum())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -10,12 +10,14 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+import cki  # noqa: E402
 from cki import dtypes  # noqa: E402
 from cki.adapter import adapter_of  # noqa: E402
 from cki.adapters.tensorflow import _FROM_TF  # noqa: E402
 from cki.dlpack import DLPackExport  # noqa: E402
 from cki.errors import InvalidTypeError  # noqa: E402
 from cki.tensor import DeviceId  # noqa: E402
+from tests.adapters import calls  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
 CPU = DeviceId("cpu", 0)
@@ -218,3 +220,43 @@ def test_numpy_to_tensorflow_through_cki():
     gc.collect()
     assert ADAPTER.view(imported).ptr == pointer
     np.testing.assert_array_equal(tf.cast(imported, tf.float32), np.arange(8))
+
+
+# ---------------------------------------------------------------- calls
+
+
+@pytest.mark.parametrize("dtype", calls.FLOATS, ids=str)
+def test_calls_give_tensors_with_the_same_bits_as_numpy(dtype):
+    def read(tensor):
+        return tf.bitcast(tensor, tf.uint16 if dtype.itemsize == 2 else tf.uint32).numpy().view(dtype)
+
+    results = calls.assert_same_bits(tf.constant, read, dtype)
+    assert all(type(result) is type(tf.constant(0)) for result in results)
+    assert {result.dtype.name for result in results} == {dtype.name}
+
+
+def test_call_with_variables_as_weights():
+    x, weight, bias, _ = calls.norm_inputs(np.dtype(np.float32))
+    with cki.device("sim"):
+        got = cki.layer_norm(tf.constant(x), tf.Variable(weight), tf.Variable(bias))
+        np.testing.assert_array_equal(got, cki.layer_norm(x, weight, bias))
+
+
+def test_call_with_out_is_refused():
+    x = tf.ones((2, 8))
+    with (
+        cki.device("sim"),
+        pytest.raises(InvalidTypeError, match="out is a TensorFlow tensor, which is immutable"),
+    ):
+        cki.layer_norm(x, out=tf.zeros((2, 8)))
+
+
+def test_call_inside_tf_function_is_refused():
+    body = tf.autograph.experimental.do_not_convert(lambda x: cki.layer_norm(x))
+    with cki.device("sim"), pytest.raises(InvalidTypeError, match=r"x is symbolic .* inside a tf\.function"):
+        tf.function(body)(tf.ones((2, 8)))
+
+
+def test_call_mixed_with_numpy_is_refused():
+    with cki.device("sim"), pytest.raises(InvalidTypeError, match="x is of tensorflow, weight is of numpy"):
+        cki.layer_norm(tf.ones((2, 8)), np.ones(8, np.float32))
