@@ -126,17 +126,19 @@ void run_group(Group& group) {
   };
   if (group.blocks.size() == 1) {
     place_window(*group.blocks[0], launch);
+    prepare_block(*group.blocks[0]);
     start_checks();
     run_block(*group.blocks[0], true);
     return;
   }
-  // Every OS thread must have placed its window before the first block runs.
+  // Every OS thread must have placed its window and made its threads ready before the first block runs.
   std::atomic<u32> placed{0};
   sem_t all_placed;
   sem_init(&all_placed, 0, 0);
   const u32 count = static_cast<u32>(group.blocks.size());
   run_on_threads(count, [&](unsigned rank) {
     place_window(*group.blocks[rank], launch);
+    prepare_block(*group.blocks[rank]);
     if (++placed == count) sem_post(&all_placed);
     if (rank == 0) {
       while (sem_wait(&all_placed) != 0) {

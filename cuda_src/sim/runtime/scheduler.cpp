@@ -230,10 +230,13 @@ void yield_poll(CallSite site) {
   reschedule(thread);
 }
 
-void run_block(Block& block, bool starts) {
+void prepare_block(Block& block) {
   block_of_os_thread = &block;
   cki_sim_block = block.view;
   prepare_threads(block);
+}
+
+void run_block(Block& block, bool starts) {
   if (!starts) take_baton(block);
   Group& group = *block.group;
   if (!group.finished) {

@@ -33,7 +33,11 @@ inline void note_progress(Group& group) { ++group.progress; }
 // The current thread did something other than poll.
 inline void note_activity(Group& group) { group.poll_rounds = 0; }
 
-// Runs the block group to its end on the calling OS thread; called once for each block of the group.
+// Makes the threads of a block ready, on the block's own OS thread.
+void prepare_block(Block& block);
+
+// Runs the block group to its end on the calling OS thread; called once for each block of the group, after all of them have
+// been prepared.
 void run_block(Block& block, bool starts);
 
 // Ends the group at once; used by fatal().
