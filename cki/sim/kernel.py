@@ -88,7 +88,7 @@ class SimKernel:
 
     def _load(self, instrumented: bool) -> LoadedKernel:
         flags = _kernel_flags(instrumented)
-        runtime.library(self._cache_dir)
+        runtime.library()
         stem = "".join(c if c.isalnum() else "_" for c in self.entry)
 
         def build(working: Path, result: Path) -> None:

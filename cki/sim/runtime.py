@@ -88,9 +88,9 @@ def _build(working: Path, result: Path) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def library(cache_dir: str | None = None) -> ctypes.CDLL:
-    """The loaded runtime.  Its symbols are global: the kernels' shared objects refer to them."""
-    path = store.get_or_build(store.directory(cache_dir) / f"runtime-{key()}.so", _build)
+def library() -> ctypes.CDLL:
+    """The loaded runtime, one for the process.  Its symbols are global: the kernels' shared objects refer to them."""
+    path = store.get_or_build(store.directory() / f"runtime-{key()}.so", _build)
     loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     loaded.cki_sim_launch.argtypes = [
         ctypes.POINTER(Module), ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),

@@ -139,10 +139,8 @@ struct RaceDetector::State {
 
   void report(const Access& access, const char* how, u32 other, CallSite other_site) {
     char buffer[64];
-    Text place;
-    place.add_site(other_site);
     race_found(access.site, "%s %s shared 0x%x%s; with no synchronisation between, %s it",
-               describe(other, buffer, sizeof buffer), how, access.address, place.str().c_str(), access.what);
+               describe(other, buffer, sizeof buffer), how, access.address, SiteText(other_site).text, access.what);
   }
 
   bool check_write(const Cell& cell, const Access& access) {

@@ -18,13 +18,16 @@ void Text::add(const char* format, ...) {
   text_ += buffer;
 }
 
-void Text::add_site(CallSite site) {
+SiteText::SiteText(CallSite site) {
+  text[0] = '\0';
   Dl_info info;
   if (!site || !dladdr(site, &info) || !info.dli_fname) return;
   // A return address is one past the call: step back into it.
-  add(" @%s+0x%zx", info.dli_fname,
-      static_cast<std::size_t>(static_cast<const u8*>(site) - 1 - static_cast<const u8*>(info.dli_fbase)));
+  std::snprintf(text, sizeof text, " @%s+0x%zx", info.dli_fname,
+                static_cast<std::size_t>(static_cast<const u8*>(site) - 1 - static_cast<const u8*>(info.dli_fbase)));
 }
+
+void Text::add_site(CallSite site) { text_ += SiteText(site).text; }
 
 void Report::clear() {
   text_.clear();

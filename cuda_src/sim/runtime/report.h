@@ -24,6 +24,12 @@ class Text {
   std::string text_;
 };
 
+// The same for use as a %s argument.
+struct SiteText {
+  explicit SiteText(CallSite site);
+  char text[512];
+};
+
 // The findings of the blocks that one group runs; merged into the launch's when the group ends.
 class Report {
  public:

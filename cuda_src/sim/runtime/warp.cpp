@@ -20,7 +20,9 @@ void describe_wait(const Thread& thread, Text& text) {
       text.add(" of mask 0x%08x (lanes 0x%08x missing)", operation.mask, operation.mask & ~operation.arrived);
 }
 
-// The open operation with this mask, or a free entry.
+// The open operation with this mask, or a free entry. Open masks may overlap: some lanes may wait for the whole warp while
+// the others still shuffle among themselves. But when the caller's mask names a lane that waits in an operation which itself
+// waits for the caller, neither can ever complete.
 WarpOperation& find_operation(Warp& warp, u32 mask, u32 lane, const char* name, CallSite site) {
   WarpOperation* free = nullptr;
   WarpOperation* found = nullptr;
@@ -29,9 +31,9 @@ WarpOperation& find_operation(Warp& warp, u32 mask, u32 lane, const char* name, 
       if (!free) free = &operation;
     } else if (operation.mask == mask && !(operation.arrived >> lane & 1)) {
       found = &operation;
-    } else if (operation.mask & mask) {
-      fatal(site, "%s: mask 0x%08x overlaps mask 0x%08x of a %s that has not completed", name, mask, operation.mask,
-            operation.name);
+    } else if (operation.arrived & mask && operation.mask >> lane & 1) {
+      fatal(site, "%s: mask 0x%08x names lanes that wait for this lane %u in a %s of mask 0x%08x", name, mask, lane,
+            operation.name, operation.mask);
     }
   }
   if (found) return *found;
@@ -168,7 +170,8 @@ u64 warp_rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 val
     operation.complete = complete_operation;
     operation.site = site;
   } else if (operation.kind != kind) {
-    fatal(site, "%s meets a %s of other lanes of mask 0x%08x", name, operation.name, mask);
+    fatal(site, "other lanes of mask 0x%08x are in a %s%s, but lane %u in a %s", mask, operation.name,
+          SiteText(operation.site).text, lane, name);
   }
   operation.value[lane] = value;
   operation.argument[lane] = argument;

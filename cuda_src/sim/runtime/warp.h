@@ -25,13 +25,13 @@ struct WarpOperation {
 };
 
 struct Warp {
-  WarpOperation pending[4];   // disjoint masks can be open at once; more than four at a time are reported
+  WarpOperation pending[4];   // several masks can be open at once; more than four are reported
   u32 lanes = 0;              // lanes that exist
   u32 exited = 0;             // lanes that have returned from the kernel: no operation waits for them
 };
 
-// Joins the operation of kind `kind` for `mask` and returns when it is complete. Overlapping masks, a caller outside its
-// mask, and different kinds in one mask are fatal. Engines take kinds from CKI_SIM_WARP_OPERATIONS + n on (mma, ldmatrix, ...)
+// Joins the operation of kind `kind` for `mask` and returns when it is complete. Masks that wait for each
+// other, a caller outside its mask, and different kinds in one mask are fatal. Engines take kinds from CKI_SIM_WARP_OPERATIONS + n on (mma, ldmatrix, ...)
 // and those need every lane of `mask` to exist; the others go on without lanes that have exited. When `complete` runs,
 // operation.mask holds the lanes that came. `name` is for the reports. The returned value is the thread's `result`.
 u64 warp_rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 value, u32 argument, void* pointer,
