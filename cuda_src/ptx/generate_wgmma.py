@@ -99,10 +99,21 @@ def simulator_header(n: int) -> str:
 """
 
 
+def all_header() -> str:
+    includes = "\n".join(f'#include "ptx/wgmma/n{n}.cuh"' for n in WIDTHS)
+    return f"""// Written by ptx/generate_wgmma.py. Every N, for a kernel whose N is a prelude constant: 30 ms more to compile than one.
+#pragma once
+
+{includes}
+"""
+
+
 def files() -> dict[Path, str]:
     """Every generated file with its text."""
     device = {DEVICE_DIRECTORY / f"n{n}.cuh": device_header(n) for n in WIDTHS}
+    device[DEVICE_DIRECTORY / "all.cuh"] = all_header()
     simulator = {SIMULATOR_DIRECTORY / f"n{n}.cuh": simulator_header(n) for n in WIDTHS}
+    simulator[SIMULATOR_DIRECTORY / "all.cuh"] = all_header()
     return device | simulator
 
 

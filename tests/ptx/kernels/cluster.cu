@@ -1,0 +1,83 @@
+// ptx/cluster.cuh and the cluster forms of mbarriers and copies.
+#include "common/types.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+
+using namespace cki;
+
+// Each block of a cluster of kBlocks:
+// ranks[block] = {rank, count, value read from the next block, sums of what the peers stored here}
+// gathered[block]: a tile of which each block loads one part (32 x 16 bytes) for all, by TMA and by bulk multicast.
+extern "C" __global__ void __launch_bounds__(64) clusters(const __grid_constant__ TensorMap source, const u32* words, u32* ranks,
+                                                          u32* gathered, u32* gathered_bulk, int hint) {
+  __shared__ __align__(1024) u32 tile[kBlocks * 128];
+  __shared__ __align__(128) u32 bulk_tile[kBlocks * 128];
+  __shared__ __align__(16) u32 mailbox[16];
+  __shared__ __align__(16) float4 exported;
+  __shared__ u64 full, arrivals;
+  constexpr u32 kPart = 512;
+  const int t = threadIdx.x;
+  const u32 rank = ptx::cluster_cta_rank(), count = ptx::cluster_cta_count();
+  if (t == 0) {
+    ptx::mbarrier_init(&full, 1);
+    ptx::mbarrier_init(&arrivals, kBlocks);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(&full, 2 * kBlocks * kPart);
+    exported = make_float4(rank, rank + 0.5f, rank + 0.25f, rank + 0.125f);
+  }
+  if (t < 16) mailbox[t] = 0;
+  ptx::cluster_sync();
+
+  if (t == 0) {
+    const u16 everyone = (1u << kBlocks) - 1;
+    if (hint) {
+      ptx::tma_load_multicast_2d(tile + rank * 128, &source, &full, 0, rank * 32, everyone, ptx::kCacheEvictLast);
+    } else {
+      ptx::tma_load_multicast_2d(tile + rank * 128, &source, &full, 0, rank * 32, everyone);
+    }
+    ptx::bulk_load_multicast(bulk_tile + rank * 128, words + rank * 128, kPart, &full, everyone);
+    const u32 next = (rank + 1) % kBlocks;
+    const u32 address = ptx::map_shared_rank(&exported, next);
+    const float4 v = ptx::load_shared_cluster_f32x4(address);
+    const float second = ptx::load_shared_cluster_f32(address + 4);
+    const u32 bits = ptx::load_shared_cluster_u32(address + 8);
+    ranks[blockIdx.x * 4] = rank;
+    ranks[blockIdx.x * 4 + 1] = count;
+    ranks[blockIdx.x * 4 + 2] = static_cast<u32>(v.x * 1000 + v.w * 8) + static_cast<u32>(second * 2) + (bits == __float_as_uint(next + 0.25f));
+    // One word for each peer, in three widths, then an arrival at its barrier.
+    for (u32 peer = 0; peer < kBlocks; ++peer) {
+      ptx::store_shared_cluster_u32(ptx::map_shared_rank(mailbox + rank, peer), 10 + rank);
+      ptx::mbarrier_arrive_cluster(&arrivals, peer);
+    }
+  }
+  while (!ptx::mbarrier_try_wait_parity_cluster(&arrivals, 0)) {
+  }
+  while (!ptx::mbarrier_try_wait_parity_cluster(&full, 0)) {
+  }
+  if (t == 0) {
+    u32 sum = 0;
+    for (int i = 0; i < kBlocks; ++i) sum += mailbox[i];
+    ranks[blockIdx.x * 4 + 3] = sum;
+  }
+  for (int i = t; i < kBlocks * 128; i += 64) {
+    gathered[blockIdx.x * kBlocks * 128 + i] = tile[i];
+    gathered_bulk[blockIdx.x * kBlocks * 128 + i] = bulk_tile[i];
+  }
+  ptx::cluster_sync();
+  // Stores of 4 and 16 bytes into the previous block, seen behind the cluster barrier.
+  if (t == 0) {
+    const u32 previous = ptx::map_shared_rank(mailbox, (rank + kBlocks - 1) % kBlocks);
+    ptx::store_shared_cluster_f32(previous + 16, 1.5f);
+    ptx::store_shared_cluster_f32x4(previous + 32, make_float4(1.0f, 2.0f, 4.0f, 8.0f));
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  if (t == 0) {
+    const float* box = reinterpret_cast<const float*>(mailbox);
+    ranks[blockIdx.x * 4 + 3] += static_cast<u32>(box[4] * 2 + box[8] + box[9] + box[10] + box[11]) * 10000;
+  }
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();
+}

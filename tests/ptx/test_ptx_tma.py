@@ -1,0 +1,69 @@
+"""Tensor copies: the raw tile in shared memory, and what a store or an addition leaves in global memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cki.loader import TensorMap
+from tests.ptx.operands import load
+
+# shape and box from the outermost dimension to the innermost, element type, swizzle, coordinates of the box
+CASES = [
+    pytest.param((100,), (64,), np.float32, 0, (16,), id="1d"),
+    pytest.param((50,), (32,), np.uint16, 0, (40,), id="1d-clipped"),
+    pytest.param((40, 64), (16, 64), np.uint16, 128, (8, 0), id="2d-swizzle-128"),
+    pytest.param((40, 64), (16, 32), np.uint16, 64, (8, 32), id="2d-swizzle-64"),
+    pytest.param((40, 64), (16, 16), np.uint16, 32, (8, 48), id="2d-swizzle-32"),
+    pytest.param((40, 72), (16, 32), np.uint16, 0, (36, 56), id="2d-clipped"),
+    pytest.param((40, 72), (16, 64), np.uint16, 128, (-5, -24), id="2d-before-the-start"),
+    pytest.param((40, 72), (16, 64), np.uint16, 128, (200, 0), id="2d-outside"),
+    pytest.param((6, 20, 32), (2, 8, 32), np.float32, 128, (1, 15, 0), id="3d"),
+    pytest.param((3, 4, 10, 16), (2, 2, 8, 16), np.float32, 64, (2, 1, 5, 0), id="4d"),
+    pytest.param((3, 2, 4, 6, 16), (2, 1, 2, 4, 16), np.uint8, 0, (1, 1, 3, 4, 0), id="5d"),
+]
+
+
+def swizzle(address: np.ndarray, span: int) -> np.ndarray:
+    """The permutation of byte addresses, from its description in the PTX manual: chunk bits XOR row bits."""
+    mask = {0: 0x00, 32: 0x10, 64: 0x30, 128: 0x70}[span]
+    return address ^ ((address >> 3) & mask)
+
+
+def box_of(tensor: np.ndarray, box: tuple[int, ...], at: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The box's elements with zeros outside the tensor, and which of them lie inside."""
+    grids = np.meshgrid(*(np.arange(b) + c for b, c in zip(box, at)), indexing="ij")
+    inside = np.logical_and.reduce([(g >= 0) & (g < size) for g, size in zip(grids, tensor.shape)])
+    clipped = tuple(np.clip(g, 0, size - 1) for g, size in zip(grids, tensor.shape))
+    return np.where(inside, tensor[clipped], tensor.dtype.type(0)), inside
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["store", "add"])
+@pytest.mark.parametrize(("shape", "box", "dtype", "span", "at"), CASES)
+def test_tile(device, shape, box, dtype, span, at, add) -> None:
+    if add and np.dtype(dtype) != np.float32:
+        pytest.skip("a reduction needs a type that has an addition")
+    rng = np.random.default_rng(8)
+    pad = (-shape[-1] * np.dtype(dtype).itemsize) % 16 // np.dtype(dtype).itemsize   # rows are multiples of 16 bytes
+    full = (*shape[:-1], shape[-1] + pad)
+    source = rng.integers(1, 200, full).astype(dtype)
+    target = rng.integers(1, 200, full).astype(dtype)
+    inner = (*(slice(None) for _ in shape[:-1]), slice(0, shape[-1]))
+    on_device, out = device.array(source), device.array(target)
+    size = int(np.prod(box)) * np.dtype(dtype).itemsize
+    dump = device.empty((size // 4,), np.uint32)
+    coordinates = [*at[::-1], 0, 0, 0, 0][:5]
+    load("tma.cu", "tile_copy")(
+        1, 128, TensorMap(on_device[inner], box, span), TensorMap(out[inner], box, span), dump, size, len(shape),
+        *coordinates, int(add), len(shape) % 2, smem=(size + 1023) // 1024 * 1024,
+    )  # fmt: skip
+    device.synchronize()
+    expected, inside = box_of(source[inner], box, at)
+    tile = np.empty(size, np.uint8)
+    tile[swizzle(np.arange(size), span)] = np.ascontiguousarray(expected).view(np.uint8).ravel()
+    np.testing.assert_array_equal(device.numpy(dump).view(np.uint8), tile)
+    after = target.copy()
+    grids = np.meshgrid(*(np.arange(b) + c for b, c in zip(box, at)), indexing="ij")
+    places = tuple(g[inside] for g in grids)
+    after[places] = after[places] + expected[inside] if add else expected[inside]
+    np.testing.assert_array_equal(device.numpy(out), after)
