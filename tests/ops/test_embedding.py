@@ -196,5 +196,5 @@ class TestErrors:
         assert any(violation in problem for problem in caught.value.problems), str(caught.value)
 
     def test_rows_beyond_shared_memory(self):
-        with pytest.raises(UnsupportedError, match="width 100000 needs .* bytes of shared memory"):
+        with pytest.raises(UnsupportedError, match=r"width 100000 needs .* bytes of shared memory"):
             cki.mean_pool(np.ones((1, 1, 100000), np.float32), np.ones((1, 1), bool))

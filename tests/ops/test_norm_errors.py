@@ -63,7 +63,7 @@ def test_every_violation_is_listed():
 
 
 def test_weight_offset_needs_a_weight():
-    with pytest.raises(InvalidArgumentError, match="weight_offset is 1.0, but there is no weight"):
+    with pytest.raises(InvalidArgumentError, match=r"weight_offset is 1\.0, but there is no weight"):
         cki.rms_norm(X, weight_offset=1.0)
 
 
