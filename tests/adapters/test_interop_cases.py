@@ -1,0 +1,121 @@
+"""The eighteen interoperability facts that public bug reports teach, and the test that shows each of them.
+
+`CASES` maps a fact to its tests; `LATER` lists what belongs to a part of CKI that does not exist yet, with the reason.
+Both are checked: a named test must exist and say the fact's name.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cki
+
+HERE = Path(__file__).parent
+
+CASES = {
+    "dlpack_requires_grad": ["test_torch.py::test_requires_grad_outside_no_grad_is_refused",
+                             "test_calls.py::test_parameters_under_no_grad_and_inference_mode"],
+    "dlpack_byte_offset": ["../test_dlpack.py::test_byte_offset_moves_the_first_element"],
+    "dlpack_empty_tensor": ["../test_dlpack.py::test_empty_tensor_may_have_any_pointer_and_strides",
+                            "test_calls.py::test_empty_batches_give_empty_results"],
+    "dlpack_stream_values": ["../test_dlpack.py::test_stream_zero_is_never_passed_on",
+                             "test_gpu.py::test_interface_stream_is_waited_for_and_temporaries_live"],
+    "dlpack_during_graph_capture": ["test_pycuda.py::test_no_producer_waits_while_a_graph_is_captured",
+                                    "test_gpu.py::test_torch_graph_capture", "test_gpu.py::test_cupy_graph_capture"],
+    "dlpack_lifetime_async": ["test_gpu.py::test_torch_temporaries_may_be_dropped_after_the_call",
+                              "test_gpu.py::test_interface_stream_is_waited_for_and_temporaries_live",
+                              "test_gpu_tensorflow.py::test_temporaries_may_be_dropped_after_the_call"],
+    "kernel_on_the_callers_stream": ["test_gpu.py::test_torch_call_runs_on_the_current_stream",
+                                     "test_gpu.py::test_cupy_call_runs_on_the_current_stream"],
+    "tensorflow_streams": ["test_gpu_tensorflow.py::test_hundred_calls_in_a_row_without_synchronising"],
+    "second_gpu_while_device0_current": ["test_gpu.py::test_tensors_on_the_second_gpu_while_the_first_is_current"],
+    "mixed_devices": ["test_adapter.py::test_mixed_devices_name_each_argument",
+                      "test_calls.py::test_cpu_tensors_on_the_cuda_device_are_refused",
+                      "test_gpu.py::test_cpu_tensors_beside_gpu_tensors_are_refused",
+                      "test_gpu.py::test_tensors_on_two_gpus_are_refused"],
+    "current_device_not_changed": ["test_gpu.py::test_device_and_stream_are_left_as_they_were"],
+    "bool_mask_dtype": ["test_calls.py::test_boolean_masks_of_either_type_give_the_same"],
+    "jax_layout_from_strided": ["test_jax.py::test_layouts_other_than_row_major_have_their_strides",
+                                "test_calls.py::test_column_major_jax_arrays_are_read_by_their_strides",
+                                "test_calls.py::test_transposed_tensors_are_read_by_their_strides"],
+    "graph_capture_no_allocation": ["test_gpu.py::test_torch_first_call_inside_a_capture"],
+    "import_is_inert": ["test_adapter.py::test_adapters_import_only_the_framework_of_the_tensor",
+                        "test_interop_cases.py::test_import_then_fork_then_call",
+                        "test_interop_cases.py::test_import_before_and_after_torch"],
+    "dropout_not_silently_constant": ["test_interop_cases.py::test_dropout_is_no_argument"],
+}  # fmt: skip
+
+LATER = {
+    "processes_share_the_kernel_cache": "a fact of the kernel cache, not of the adapters: tests/test_cache.py",
+    "torch_compile_opaque_op": "needs the registration of CKI's operations with torch.library",
+}
+
+
+def test_all_eighteen_facts_are_in_the_table():
+    assert len(CASES) + len(LATER) == 18
+    assert not set(CASES) & set(LATER)
+
+
+@pytest.mark.parametrize("fact", CASES)
+def test_the_tests_of_a_fact_exist_and_name_it(fact):
+    for test in CASES[fact]:
+        file, _, name = test.partition("::")
+        functions = [
+            node for node in ast.parse((HERE / file).read_text()).body if isinstance(node, ast.FunctionDef)
+        ]
+        (found,) = [function for function in functions if function.name == name]
+        assert fact in (ast.get_docstring(found) or ""), f"{test} does not name {fact}"
+
+
+def run(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_then_fork_then_call():
+    """import_is_inert: a fork after the import, and after a call, works in the child."""
+    program = (
+        "import os, numpy as np, cki\n"
+        "def call():\n"
+        "    with cki.device('sim'):\n"
+        "        return float(np.abs(cki.layer_norm(np.arange(32, dtype='f4').reshape(2, 16))).sum())\n"
+        "def in_child():\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        os._exit(0 if abs(call() - 27.77) < 0.1 else 1)\n"
+        "    assert os.waitpid(pid, 0)[1] == 0\n"
+        "in_child(); call(); in_child()\n"
+        "print('both')\n"
+    )
+    assert run(program) == "both\n"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("order", [("torch", "cki"), ("cki", "torch")])
+def test_import_before_and_after_torch(order):
+    """import_is_inert: any order of imports, and importing cki pulls in no framework."""
+    pytest.importorskip("torch")
+    program = (
+        f"import {order[0]}, sys\n"
+        f"assert ('torch' in sys.modules) == {order[0] == 'torch'}\n"
+        f"import {order[1]}, torch, cki\n"
+        "with cki.device('sim'):\n"
+        "    print(cki.layer_norm(torch.zeros(2, 16)).abs().sum().item())\n"
+    )
+    assert run(program) == "0.0\n"
+
+
+def test_dropout_is_no_argument():
+    """dropout_not_silently_constant: an inference library has none, and says so by name."""
+    q = np.zeros((1, 2, 1, 8), np.float32)
+    assert not [name for name in inspect.signature(cki.attention).parameters if "dropout" in name]
+    with cki.device("sim"), pytest.raises(TypeError, match="dropout_p"):
+        cki.attention(q, q, q, dropout_p=0.1)
