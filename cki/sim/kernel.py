@@ -22,7 +22,9 @@ _DYNAMIC = "cki_sim_dynamic_area"
 _EPILOGUE = """
 #line 1 "cki_sim_entry"
 extern thread_local unsigned char {dynamic}[];
-extern "C" void cki_sim_entry(void** arguments) {{ cki_sim_detail::call(&::{entry}, arguments); }}
+extern "C" CKI_SIM_NOT_INSTRUMENTED void cki_sim_entry(void** arguments) {{
+  cki_sim_detail::call(&::{entry}, arguments);
+}}
 extern "C" void* cki_sim_dynamic_address() {{ return {dynamic}; }}
 """
 
