@@ -1,4 +1,4 @@
-"""`python -m cki COMMAND`: what CKI sees, compiles and has compiled; the demo; checks of kernels on the simulated device."""
+"""`python -m cki COMMAND`: what CKI sees and compiles, checks of its kernels, the demo."""
 
 from __future__ import annotations
 

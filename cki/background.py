@@ -12,7 +12,6 @@ and compiles what it needs.  At exit the thread stops after the kernel in hand.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import sys
 import threading
@@ -33,7 +32,7 @@ _QUIET_SECONDS = 1.0
 
 
 def start() -> None:
-    """Start the thread unless CKI_COMPILE=lazy, there is no NVIDIA driver, or this is the simulated device's process."""
+    """Start the thread unless CKI_COMPILE=lazy, CKI_DEVICE=sim, or there is no NVIDIA driver."""
     global _thread
     if os.environ.get("CKI_COMPILE") == "lazy" or os.environ.get("CKI_DEVICE") == "sim":
         return
@@ -81,7 +80,9 @@ def architectures() -> list[str]:
 
 
 def marker(arch: str) -> Path:
-    """The file that says that the default set for `arch` is compiled: named after compiler, sources and architecture."""
+    """The file that says that the default set for `arch` is compiled; named after compiler, sources, architecture."""
+    import hashlib
+
     from cki import __version__, compiler
     from cki._checkout import cuda_src
 

@@ -247,7 +247,7 @@ def ptx(text: str, name: str, arch: str, compile_options: tuple[str, ...]) -> st
                 raise CompileError(
                     _explain(name, arch, messages.rstrip(b"\0 \n").decode(errors="replace"), status.name)
                 )
-            return _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0").decode()
+            return str(_read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0"), "ascii")
         finally:
             nvrtc.nvrtcDestroyProgram(program)
 

@@ -97,7 +97,8 @@ class Kernel:
         else:
             executable.launch(pointers, handle)
         if adapter is not None and not adapter.direct:
-            adapter.finish([], handle, next(view.device for view in views if view is not None))
+            present = [view for view in views if view is not None]
+            adapter.finish([], present, handle, present[0].device)
 
     def _views(
         self, args: Sequence[Any], stream: int | None

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("kernel", metavar="KERNEL")
     what = parser.add_mutually_exclusive_group(required=True)
     for flag, words in (
-        ("info", "registers, spills, shared memory of all its specialisations"), ("source", "the text that is compiled"),
+        ("info", "registers, spills, shared memory of all specialisations"), ("source", "the text that is compiled"),
         ("ptx", "PTX"), ("sass", "machine code; needs nvdisasm"),
     ):  # fmt: skip
         what.add_argument(f"--{flag}", action="store_const", dest="what", const=flag, help=words)

@@ -43,7 +43,10 @@ def _attention() -> list[Mapping[str, Any]]:
 
     return [
         {"q": heads(0, 65, 4, 64), "k": heads(1, 193, 2, 64), "v": heads(2, 193, 2, 64), "causal": True},
-        {"q": heads(3, 33, 2, 40), "k": heads(4, 130, 2, 40), "v": heads(5, 130, 2, 40), "bias": _normal(6, 1, 1, 33, 130)},
+        {
+            "q": heads(3, 33, 2, 40), "k": heads(4, 130, 2, 40), "v": heads(5, 130, 2, 40),
+            "bias": _normal(6, 1, 1, 33, 130),
+        },
     ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from cki.plan import ArgumentValue, NullPointer, Plan, Step
 MAX_HEAD_DIM = 256
 _FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
 _ALIGNMENTS = ("bottom_right", "top_left")
-_PARAMS = "P" * 9 + "q" * 26 + "i" * 10 + "f" * 4
+_PARAMS = "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4
 _LOG2E = math.log2(math.e)
 
 
@@ -267,24 +267,24 @@ def plan_attention(
     group = heads // kv_heads
     pack = heads_per_block(queries, group)
     itemsize = q.dtype.itemsize
+    shift, left, right = _limits(queries, keys, causal, causal_alignment, window)
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
     if tiles is None:
-        tiles = choose_tiles(queries * pack, padded(head_dim), padded(value_dim), itemsize, device)
+        plain = not scale_first and mask is None and window[0] < 0
+        tiles = choose_tiles(queries * pack, padded(head_dim), padded(value_dim), itemsize, plain, device)
     blocks = -(-queries * pack // tiles.block_rows) * (heads // pack) * batch
     if blocks >= 2**31:
         raise UnsupportedError(
             f"attention: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "a smaller batch"
         )
-
-    shift, left, right = _limits(queries, keys, causal, causal_alignment, window)
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
     pair_store = out.strides[3] == 1 and value_dim % 2 == 0 and out.is_aligned(2 * itemsize)
     kernel = kernel_spec(
         "attention/attention.cu", "attention", _PARAMS, max_registers=tiles.registers,
         Element=q.dtype, BiasElement=dtypes.f32 if bias is None else bias.dtype,
         kHeadDim=padded(head_dim), kValueDim=padded(value_dim),
         kWarps=tiles.warps, kRowTiles=tiles.row_tiles, kBlockKeys=tiles.block_keys, kMinBlocks=tiles.min_blocks,
-        kCopyBytes=_copy_bytes(q, k, v), kPairStore=pair_store,
+        kCopyBytes=_copy_bytes(q, k, v), kPairStore=pair_store, kPackHeads=pack > 1,
         kLimitLeft=left is not None, kLimitRight=right is not None, kSoftcap=softcap > 0,
         kAlibi=alibi_slopes is not None, kBias=bias is not None, kMask=mask is not None, kScaleFirst=scale_first,
     )  # fmt: skip
@@ -295,7 +295,7 @@ def plan_attention(
         q, k, v, out, *optional,
         *q.strides, *k.strides, *v.strides, *out.strides, *_broadcast_strides(bias), *_broadcast_strides(mask),
         sinks.strides[0] if sinks else 0, alibi_slopes.strides[0] if alibi_slopes else 0,
-        queries, keys, heads, group, pack, head_dim, value_dim, shift, left or 0, right or 0,
+        queries, keys, heads, group, head_dim, value_dim, shift, left or 0, right or 0,
         scale, scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
     reason = (

@@ -7,7 +7,7 @@ caller's framework and launches; it makes no view and checks no rule again, exce
 overlap, which depends on addresses.
 
 Temporary memory is allocated by the caller's framework for each call and dropped after the launch: the framework's
-allocator reuses it in stream order.  Under `cki.capture` it is kept with the graph.
+allocator reuses it in stream order.  Under `cki.capture` it is kept with the graph, as a graph's addresses are fixed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from cki import capture_state
+from cki import capture_state, driver
 from cki.adapter import BY_TYPE, Adapter, common_adapter, require_valid, stream_handle
 from cki.device import DeviceInfo, _current
 from cki.dtypes import DType, u8
@@ -37,8 +37,8 @@ class Entry:
     """A checked, planned and compiled problem, ready to run on tensors of the same signature."""
 
     __slots__ = (
-        "adapter", "device", "device_id", "executable", "new_outputs", "order", "overlap_rules", "spec",
-        "workspace_nbytes", "workspace_offsets",
+        "adapter", "captured_workspaces", "device", "device_id", "executable", "holds_captured_workspaces",
+        "new_outputs", "order", "overlap_rules", "spec", "workspace_nbytes", "workspace_offsets",
     )  # fmt: skip
 
     def __init__(self, spec: OpSpec, adapter: Adapter, bound: Bound, given: Sequence[str]) -> None:
@@ -52,8 +52,9 @@ class Entry:
         position = {name: index for index, name in enumerate(given)}
         argument_of = dict(zip(spec.outputs, out_arguments(spec)))
         # Where each result comes from: the caller's tensor (its position among the outs) or the n-th new one.
-        self.order: tuple[tuple[bool, int], ...]
-        order, new, names = [], [], [*given]
+        order: list[tuple[bool, int]] = []
+        new: list[tuple[tuple[int, ...], DType]] = []
+        names = [*given]
         sizes = [byte_range(bound.views[name])[1] for name in given]
         for name, output in bound.outputs:
             argument = argument_of[name]
@@ -66,7 +67,7 @@ class Entry:
                 names.append(name)
                 sizes.append(math.prod(output.shape) * output.dtype.itemsize)
         self.order = tuple(order)
-        self.new_outputs: tuple[tuple[tuple[int, ...], DType], ...] = tuple(new)
+        self.new_outputs = tuple(new)
         self.workspace_offsets: tuple[int, ...] = ()
         self.workspace_nbytes = 0
         self.executable: Executable | None = None
@@ -81,6 +82,10 @@ class Entry:
             self.workspace_nbytes = total + _WORKSPACE_ALIGNMENT if total else 0
             self.executable = prepare(bound.plan, bound.device, names, sizes)
         self.overlap_rules = tuple(_overlap_rules(spec, bound, position, argument_of))
+        # torch keeps the memory of a captured call with its graph.  CuPy's pool would hand it out again, so where the
+        # caller captures by other means than cki.capture, it is kept here for good.
+        self.holds_captured_workspaces = bound.device.kind == "cuda" and adapter.name != "torch"
+        self.captured_workspaces: list[Any] = []
 
     def run(self, pointers: list[int], tensors: Sequence[Any], outs: Sequence[Any], stream: Any) -> Any:
         """Allocate what the caller did not give, launch, and return the outputs."""
@@ -101,7 +106,10 @@ class Entry:
         if self.executable is not None:
             memory = new
             if self.workspace_nbytes:
-                memory = [*new, self._add_workspace(pointers, like, named)]
+                workspace = self._add_workspace(pointers, like, named)
+                memory = [*new, workspace]
+                if self.holds_captured_workspaces and driver.capturing_graph(handle) is not None:
+                    self.captured_workspaces.append(workspace)
             if capture_state.active:
                 capture_state.launch(self.executable, pointers, handle, memory)
             else:

@@ -52,7 +52,7 @@ class OverlapRule:
             np.asarray(_Memory(self.other_view, other)),
         )
         try:
-            return bool(np.shares_memory(first, second, max_work=100_000))
+            return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
         except (
             np.exceptions.TooHardError
         ):  # interleaved beyond the solver's patience: strides say nothing against it

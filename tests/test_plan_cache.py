@@ -1,0 +1,231 @@
+"""The way of a call (`cki.ops.call`, `cki.ops.bind`, `cki.ops.held`): checks, remembered plans, outputs, workspaces."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import cki
+from cki import cache
+from cki.errors import CkiError, DeviceError, InvalidArgumentError, InvalidTypeError
+from cki.ops import call as call_module
+from tests.conftest import DeviceUnderTest
+from tests.toy import AFFINE, affine
+
+X = np.arange(1000, dtype=np.float32).reshape(8, 125)
+
+
+def test_result_and_workspace(device: DeviceUnderTest) -> None:
+    got = affine(device.array(X), factor=2.0, offset=1.0)
+    np.testing.assert_array_equal(device.numpy(got), 4.0 * X + 3.0)
+
+
+def test_same_problem_is_planned_once(device: DeviceUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = device.array(X[:4])
+    affine(x, factor=5.0)
+    monkeypatch.setattr(call_module, "bind", lambda *_: pytest.fail("planned again"))
+    first, second = affine(x, factor=5.0), affine(x, factor=5.0)
+    np.testing.assert_array_equal(device.numpy(first), 25.0 * X[:4])
+    np.testing.assert_array_equal(device.numpy(second), 25.0 * X[:4])
+
+
+def test_new_shape_compiles_nothing(device: DeviceUnderTest) -> None:
+    affine(device.array(X))
+    before = cache.statistics().compiled
+    for rows in (1, 2, 3, 5):
+        affine(device.array(X[:rows]))
+    assert cache.statistics().compiled == before
+
+
+def test_out_is_returned_and_written(device: DeviceUnderTest) -> None:
+    x, out = device.array(X), device.empty(X.shape, np.float32)
+    assert affine(x, factor=3.0, steps=1, out=out) is out
+    np.testing.assert_array_equal(device.numpy(out), 3.0 * X)
+
+
+def test_in_place_where_the_operation_allows_it(device: DeviceUnderTest) -> None:
+    x = device.array(X)
+    affine(x, factor=3.0, steps=1, out=x)
+    np.testing.assert_array_equal(device.numpy(x), 3.0 * X)
+
+
+def test_empty_batch_returns_empty(device: DeviceUnderTest) -> None:
+    got = affine(device.array(X[:0]))
+    assert got.shape == (0, 125)
+    assert got.dtype == np.float32
+
+
+def test_two_threads_get_their_own_results(device: DeviceUnderTest) -> None:
+    inputs = [device.array(X + i) for i in range(4)]
+    device.synchronize()
+    failures: list[str] = []
+
+    def work(index: int) -> None:
+        with cki.device(device.kind):
+            for _ in range(30):
+                got = device.numpy(affine(inputs[index], factor=2.0, offset=index))
+                if not np.array_equal(got, 4.0 * (X + index) + 3.0 * index):
+                    failures.append(f"thread {index}")
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def refused(kind: type[CkiError], **kwargs: object) -> str:
+    with pytest.raises(kind) as caught, cki.device("sim"):
+        affine(**kwargs)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_every_broken_rule_is_listed() -> None:
+    text = refused(InvalidArgumentError, x=X.astype(np.float64).T, other=X, factor=float("nan"), steps=True)
+    for rule in ("x is f64", "x has strides", "other has shape", "factor is nan", "steps is True of type bool"):
+        assert rule in text, text
+    assert "a contiguous x" in text
+
+
+def test_out_of_wrong_shape_and_dtype() -> None:
+    text = refused(InvalidArgumentError, x=X, out=np.zeros((3, 3)))
+    assert "out has shape (3, 3)" in text
+    assert "out of shape (8, 125)" in text
+    assert "out of dtype f32" in text
+
+
+def test_read_only_out() -> None:
+    out = np.zeros_like(X)
+    out.flags.writeable = False
+    assert "out is read-only" in refused(InvalidArgumentError, x=X, out=out)
+
+
+def test_out_that_overlaps_itself() -> None:
+    out = np.lib.stride_tricks.as_strided(np.zeros(200, np.float32), X.shape, (4, 4))
+    assert "out overlaps itself" in refused(InvalidArgumentError, x=X, out=out)
+
+
+def test_misaligned_out() -> None:
+    memory = np.zeros(4 * X.size + 1, np.uint8)
+    out = np.ndarray(X.shape, np.float32, memory, offset=1)
+    assert "no multiple of its element size 4" in refused(InvalidArgumentError, x=X, out=out)
+
+
+def test_out_shifted_over_an_input() -> None:
+    memory = np.zeros(9 * 125, np.float32)
+    x, out = memory[: 8 * 125].reshape(8, 125), memory[125:].reshape(8, 125)
+    assert "out shares memory with x" in refused(InvalidArgumentError, x=x, out=out)
+
+
+def test_out_interleaved_with_an_input_shares_nothing() -> None:
+    memory = np.zeros((8, 250), np.float32)
+    other, out = memory[:, :125], memory[:, 125:]
+    with cki.device("sim"):
+        from cki.adapter import adapter_of
+        from cki.ops.overlap import overlap_rule
+
+        views = adapter_of(out).view(out), adapter_of(other).view(other)
+        rule = overlap_rule(("out", "other"), (0, 1), views, False)
+    assert not rule.broken([views[0].ptr, views[1].ptr])
+    assert rule.broken([views[0].ptr, views[0].ptr])
+
+
+def test_missing_tensor() -> None:
+    assert "x is None" in refused(InvalidTypeError, x=None)
+
+
+@pytest.mark.parametrize("bad", [[1.0, 2.0], 3.0, "text"])
+def test_what_is_no_tensor(bad: object) -> None:
+    assert f"x is of type {type(bad).__name__}" in refused(InvalidTypeError, x=bad)
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, "U3"])
+def test_dtype_without_kernels(dtype: object) -> None:
+    assert "which has no kernels" in refused(InvalidTypeError, x=np.zeros(3, dtype))  # type: ignore[call-overload]
+
+
+def test_mixed_frameworks() -> None:
+    torch = pytest.importorskip("torch")
+    text = refused(InvalidTypeError, x=X, other=torch.zeros(8, 125))
+    assert "x is of numpy" in text
+    assert "other is of torch" in text
+
+
+def test_tensor_that_requires_grad() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(4, 4, requires_grad=True)
+    assert "torch.no_grad" in refused(InvalidTypeError, x=x)
+    with torch.no_grad(), cki.device("sim"):
+        assert affine(x).shape == (4, 4)
+    assert "torch.no_grad" in refused(InvalidTypeError, x=x)
+
+
+def test_cpu_tensor_on_the_cuda_device() -> None:
+    with pytest.raises(DeviceError) as caught, cki.device("cuda"):
+        affine(X)
+    text = str(caught.value)
+    assert "x lies in memory of device cpu" in text
+    assert 'with cki.device("sim")' in text
+
+
+@pytest.mark.gpu
+def test_gpu_tensor_on_the_simulated_device(device: DeviceUnderTest) -> None:
+    if device.kind == "sim":
+        pytest.skip("needs a GPU tensor")
+    with pytest.raises(DeviceError, match="cuda:0"), cki.device("sim"):
+        affine(device.array(X))
+
+
+def test_errors_come_again_after_a_success(device: DeviceUnderTest) -> None:
+    x = device.array(X)
+    affine(x, factor=1.5)
+    with pytest.raises(InvalidArgumentError):
+        affine(x, factor=float("nan"))
+
+
+def test_list_for_a_tuple_attribute_is_remembered() -> None:
+    x = np.zeros((1, 2, 1, 8), np.float32)
+    with cki.device("sim"):
+        for _ in range(2):
+            assert cki.attention(x, x, x, window=[1, 0]).shape == x.shape  # type: ignore[arg-type]
+
+
+def test_held_plan(device: DeviceUnderTest) -> None:
+    x, out = device.array(X), device.empty(X.shape, np.float32)
+    held = cki.hold(affine, x, factor=2.0, offset=1.0, out=out)
+    assert np.isnan(device.numpy(out)).all(), "hold launched something"
+    assert held(x, out=out) is out
+    np.testing.assert_array_equal(device.numpy(out), 4.0 * X + 3.0)
+    free = cki.hold(affine, x, factor=2.0)
+    np.testing.assert_array_equal(device.numpy(free(x)), 4.0 * X)
+
+
+def test_held_plan_checks_shape_dtype_and_count(device: DeviceUnderTest) -> None:
+    x = device.array(X)
+    held = cki.hold(affine, x)
+    for bad in (device.array(X[:4]), device.array(X.astype(np.float64)), device.array(X.T.copy()).T):
+        with pytest.raises(InvalidArgumentError, match="input 0"):
+            held(bad)
+    with pytest.raises(InvalidArgumentError, match="1 inputs and 0 outputs"):
+        held(x, x)
+
+
+def test_hold_refuses_what_is_no_operation() -> None:
+    with pytest.raises(InvalidArgumentError, match="no single operation"):
+        cki.hold(lambda x, stream: x, X)
+
+
+def test_entries_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "_ENTRY_LIMIT", 8)
+    monkeypatch.setattr(call_module, "_entries", {})
+    with cki.device("sim"):
+        for rows in range(1, 30):
+            affine(np.zeros((rows, 4), np.float32), steps=1)
+    assert len(call_module._entries) <= 8
+
+
+def test_spec_describes_itself() -> None:
+    assert call_module.tensor_names(AFFINE) == ["x", "other", "out"]
