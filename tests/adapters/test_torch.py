@@ -256,3 +256,12 @@ def test_torch_frees_what_it_imported():
     del tensor
     gc.collect()
     assert alive() is None
+
+
+def test_outputs_for_a_parameter_are_plain_tensors():
+    weight = torch.nn.Parameter(torch.ones(4))
+    with torch.no_grad():
+        output = ADAPTER.empty((2, 3), dtypes.bf16, weight)
+    assert type(output) is torch.Tensor
+    assert not output.requires_grad
+    assert output.dtype == torch.bfloat16
