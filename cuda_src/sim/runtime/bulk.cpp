@@ -28,6 +28,7 @@ struct Store {
   std::vector<u8> issued;      // the source as it was at issue
   std::function<void(const u8*, u32)> move;
   CallSite site;
+  Epoch epoch;                 // of the read, for race detection
   bool read = false, written = false;
 
   u32 address() const { return source.offset + kSharedBase; }
@@ -129,7 +130,10 @@ void complete_oldest_groups(int newest_allowed, bool writes) {
   ThreadStores& mine = engine.of(*thread.block).of_thread[thread.index()];
   std::size_t count = mine.groups.size();
   for (std::size_t i = 0; i + static_cast<std::size_t>(newest_allowed) < count; ++i) {
-    for (const auto& store : mine.groups[i]) writes ? store->do_write() : store->do_read();
+    for (const auto& store : mine.groups[i]) {
+      if (RaceDetector* races = detector()) races->acquire(thread, store->epoch);
+      writes ? store->do_write() : store->do_read();
+    }
   }
   while (!mine.groups.empty() && mine.groups.size() > static_cast<std::size_t>(newest_allowed) && writes) {
     mine.groups.pop_front();
@@ -195,15 +199,26 @@ void issue_bulk_store(const BulkStore& store, CallSite site) {
   if (written >= 0) {
     hazard(site, "this bulk store reads shared 0x%x, the target of a copy in flight", static_cast<u32>(written) + kSharedBase);
   }
-  if (RaceDetector* races = detector()) races->read_async(source, store.bytes, site, "a bulk store reads");
-  if (!group.checks.adversarial) {
-    store.move(source.pointer, address);
-    return note_progress(group);
+  Epoch epoch;
+  if (RaceDetector* races = detector()) {
+    epoch = races->begin_async(u64{3} << 40 | u64{thread.block->rank} << 16 | thread.index());
+    races->read_async(source, store.bytes, epoch, site, "a bulk store reads");
   }
-  source.block->in_flight.add_read(source.offset, store.bytes);
-  auto deferred = std::make_shared<Store>(
-      Store{source, store.bytes, {source.pointer, source.pointer + store.bytes}, store.move, site});
+  const bool adversarial = group.checks.adversarial;
+  if (!adversarial) store.move(source.pointer, address);
+  note_progress(group);
+  if (!adversarial && !group.checks.races) return;
+  auto deferred = std::make_shared<Store>();
+  deferred->source = source;
+  deferred->bytes = store.bytes;
+  deferred->site = site;
+  deferred->epoch = epoch;
+  deferred->read = deferred->written = !adversarial;
   engine.of(*thread.block).of_thread[thread.index()].open.push_back(deferred);
+  if (!adversarial) return;
+  deferred->issued.assign(source.pointer, source.pointer + store.bytes);
+  deferred->move = store.move;
+  source.block->in_flight.add_read(source.offset, store.bytes);
   group.pending.add([deferred] { deferred->do_write(); });
 }
 

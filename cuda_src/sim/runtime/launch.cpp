@@ -108,7 +108,12 @@ void reset_group(Group& group, u64 index) {
   group.index = index;
   group.random.seed(launch.config.seed, index);
   group.policy = Group::Policy::RunToBlock;
-  if (group.checks.adversarial) group.policy = static_cast<Group::Policy>(1 + group.random.below(3));
+  if (group.checks.adversarial) {
+    // Mostly late: work that completes soon after its issue hides a missing wait.
+    constexpr u32 kEarlyCompletion[] = {0, 0, 4096, 64};
+    group.policy = static_cast<Group::Policy>(1 + group.random.below(3));
+    group.early_completion = kEarlyCompletion[group.random.below(4)];
+  }
   group.pending.clear();
   group.finished = group.aborted = false;
   group.polling = group.poll_rounds = group.idle_rounds = 0;

@@ -80,7 +80,8 @@ Barrier& find(const SharedPlace& place, CallSite site) {
 // The barrier for an operation by the current thread, which must be ordered after its initialisation.
 Barrier& use(const SharedPlace& place, CallSite site) {
   Barrier& barrier = find(place, site);
-  if (RaceDetector* races = detector()) races->atomic(place, 8, site, "an mbarrier operation on");
+  // Recorded as atomic reads, so that the initialisation stays the last write, which every user must know.
+  if (RaceDetector* races = detector()) races->atomic(place, 8, site, "an mbarrier operation on", false);
   return barrier;
 }
 

@@ -128,7 +128,7 @@ struct RaceDetector::State {
 
   const char* describe(u32 actor_index, char* buffer, std::size_t size) const {
     if (actor_index >= threads)
-      std::snprintf(buffer, size, "an asynchronous copy");
+      std::snprintf(buffer, size, "asynchronous work");
     else if (group.blocks.size() == 1)
       std::snprintf(buffer, size, "thread %u", actor_index);
     else
@@ -151,7 +151,7 @@ struct RaceDetector::State {
 
   bool check_reads(const Cell& cell, const Access& access) {
     if (cell.readers) {
-      for (u32 i = 0; i < threads; ++i)
+      for (u32 i = 0; i < width; ++i)
         if (cell.readers[i] > access.known[i]) {
           report(access, "read", i, cell.read_site);
           return true;
@@ -166,30 +166,34 @@ struct RaceDetector::State {
   // Reads of one kind only are remembered, plain ones before atomic ones: an atomic write conflicts with the plain alone.
   void record_atomic_read(Cell& cell, const Access& access) {
     if (!cell.readers && cell.read.time == 0) cell.read_atomic = true;
-    if (cell.read_atomic) add_reader(cell, access);
+    if (cell.read_atomic) add_reader(cell, access, {access.actor, access.known[access.actor]});
   }
 
   void record_read(Cell& cell, const Access& access) {
+    record_read(cell, access, {access.actor, access.known[access.actor]});
+  }
+
+  void record_read(Cell& cell, const Access& access, Epoch reader) {
     if (cell.read_atomic) {
       drop_readers(cell);
       cell.read = Epoch{};
       cell.read_atomic = false;
     }
-    add_reader(cell, access);
+    add_reader(cell, access, reader);
   }
 
-  void add_reader(Cell& cell, const Access& access) {
-    const u32 now = access.known[access.actor];
+  // `reader` may be asynchronous work that the accessing thread has issued.
+  void add_reader(Cell& cell, const Access& access, Epoch reader) {
     const bool first = !cell.readers && cell.read.time == 0;
     cell.read_site = access.site;
     if (cell.readers) {
-      cell.readers[access.actor] = now;
-    } else if (first || cell.read.actor == access.actor || cell.read.time <= access.known[cell.read.actor]) {
-      cell.read = {access.actor, now};
+      cell.readers[reader.actor] = reader.time;
+    } else if (first || cell.read.actor == reader.actor || cell.read.time <= access.known[cell.read.actor]) {
+      cell.read = reader;
     } else {
       cell.readers = new_readers();
       cell.readers[cell.read.actor] = cell.read.time;
-      cell.readers[access.actor] = now;
+      cell.readers[reader.actor] = reader.time;
     }
   }
 
@@ -316,12 +320,14 @@ void RaceDetector::write_async(const SharedPlace& place, u32 bytes, Epoch epoch,
   });
 }
 
-void RaceDetector::read_async(const SharedPlace& place, u32 bytes, CallSite site, const char* what) {
+void RaceDetector::read_async(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site, const char* what) {
   State& s = *state_;
   Access access = s.access(site, what);
   s.visit(place, bytes, [&](Cell& cell, u32 address) {
     access.address = address;
-    if (s.check_write(cell, access)) return;
+    const bool raced = s.check_write(cell, access);
+    s.record_read(cell, access, epoch);
+    if (raced) return;
     const Epoch write = cell.write;
     if (write.time == 0 || write.actor >= s.threads || s.proxy_fenced[write.actor] >= write.time) return;
     char buffer[64];

@@ -6,7 +6,7 @@
 //
 //   if (RaceDetector* races = detector()) races->read(place, 16, site, "ldmatrix reads");
 //
-// Asynchronous copies: `Epoch e = races->begin_async(key)`, then `races->write_async(place, bytes, e, site, what)`. The copy is
+// Asynchronous work: `Epoch e = races->begin_async(key)`, then `races->write_async(place, bytes, e, site, what)`. The copy is
 // known to a thread after `races->acquire(thread, clock)` of a clock in which `races->complete_async(clock, e)` was noted,
 // or after `races->acquire(thread, e)`.
 #pragma once
@@ -43,9 +43,9 @@ class RaceDetector {
   void write(const SharedPlace& place, u32 bytes, CallSite site, const char* what);
   void atomic(const SharedPlace& place, u32 bytes, CallSite site, const char* what, bool write = true);
   void write_async(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site, const char* what);
-  // A read by the asynchronous proxy (TMA store, wgmma operand), checked against earlier writes but not recorded: also
-  // reports generic writes with no fence.proxy.async after them.
-  void read_async(const SharedPlace& place, u32 bytes, CallSite site, const char* what);
+  // A read by the asynchronous proxy (bulk store, wgmma operand), under way until its epoch is acquired. Also reports generic
+  // writes with no fence.proxy.async after them.
+  void read_async(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site, const char* what);
   void fence_proxy_async();                               // by the current thread
 
   // ---- atomics and fences of the C++ model, for ordinary and global memory alike ----

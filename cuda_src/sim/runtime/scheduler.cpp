@@ -94,7 +94,9 @@ void wake_pollers(Group& group) {
 Thread* pick(Group& group, Block& here) {
   for (;;) {
     if (group.checks.adversarial) {
-      if (!group.pending.empty() && group.random.one_in(16)) group.pending.complete_any(group.random.next());
+      if (group.early_completion && !group.pending.empty() && group.random.one_in(group.early_completion)) {
+        group.pending.complete_any(group.random.next());
+      }
       if (group.polling && group.random.one_in(32)) wake_pollers(group);
     }
     if (Block* block = choose_block(group, here)) return &choose_thread(group, *block);

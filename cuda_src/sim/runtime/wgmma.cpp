@@ -54,6 +54,7 @@ struct Product {
   std::bitset<kThreads> returned;     // threads whose wait has covered it
   bool done = false;
   bool reads_marked = false;          // in the map of operations in flight
+  Epoch epoch;                        // of its reads, for race detection
   u32 a_registers[kThreads][4];
 };
 
@@ -180,7 +181,8 @@ void for_each_operand_chunk(const Shape& shape, u32 first_row, u32 rows, Visit v
 }
 
 // A warp's part of a product may start to read as soon as that warp has issued it.
-void check_operands(Block& block, const Shape& shape, u32 warp) {
+void check_operands(Block& block, const Product& product, u32 warp) {
+  const Shape& shape = product.shape;
   RaceDetector* races = detector();
   for_each_operand_chunk(shape, warp * 16, 16, [&](u32 offset) {
     if (!block.window.valid(offset, kChunkBytes)) return;    // reported when it is read
@@ -188,7 +190,9 @@ void check_operands(Block& block, const Shape& shape, u32 warp) {
       hazard(shape.site, "wgmma issued while its operand at shared 0x%x is the target of a copy in flight",
              offset + kSharedBase);
     }
-    if (races) races->read_async({&block, offset, block.window.base + offset}, kChunkBytes, shape.site, "wgmma reads");
+    if (races) {
+      races->read_async({&block, offset, block.window.base + offset}, kChunkBytes, product.epoch, shape.site, "wgmma reads");
+    }
   });
 }
 
@@ -238,6 +242,10 @@ Product& append(WgmmaState& state, Warpgroup& group, const Shape& shape, u32 pos
     std::fill_n(product->accumulators->registers, kThreads, nullptr);
   }
   ++product->accumulators->references;
+  product->epoch = {};
+  if (RaceDetector* races = detector()) {
+    product->epoch = races->begin_async(u64{4} << 40 | u64{current_block().rank} << 16 | current_thread().index() / kThreads);
+  }
   group.queue.push_back(product);
   return *product;
 }
@@ -293,7 +301,7 @@ void issue(float* d, u32 columns, WgmmaType type, u64 a, const u32* a_registers,
   }
   deposit_accumulators(product, me, position, d, checks.adversarial);
   const u32 warp = position / kWarpSize;
-  if (++product.deposits_of_warp[warp] == kWarpSize && (checks.adversarial || checks.races)) check_operands(block, shape, warp);
+  if (++product.deposits_of_warp[warp] == kWarpSize && (checks.adversarial || checks.races)) check_operands(block, product, warp);
   if (++product.deposits < kThreads) return;
   for (Thread* waiter : group.waiting) wake(*waiter);
   group.waiting.clear();
@@ -322,6 +330,7 @@ void return_accumulators(Warpgroup& group, Issuer& me, u32 position, u32 end, bo
     if (product.returned[position]) continue;
     product.returned.set(position);
     ++product.returns;
+    if (RaceDetector* races = detector()) races->acquire(current_thread(), product.epoch);
     Accumulators& accumulators = *product.accumulators;
     const bool used_later = std::any_of(group.queue.begin() + i + 1, group.queue.begin() + issued,
                                         [&](const Product* later) { return later->accumulators == &accumulators; });
