@@ -1,0 +1,141 @@
+"""The cases made from public bug reports (`tests/cases.py`, kept as it came) on the operations that exist.
+
+`run_case` is the adapter: it lays tensors out in memory as the case says and calls cki.  Cases of operations that do
+not exist yet, and descriptions of interoperation between frameworks, stand in two tables; a test compares the
+tables with the list of all cases, so that none is forgotten when either grows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cki
+from tests import cases
+from tests.conftest import DeviceUnderTest
+
+COVERED_OPERATIONS = ("attention", "layer_norm", "rms_norm", "add_rms_norm")
+
+#: Cases of operations still to come, by operation.
+LATER_OPERATIONS = {
+    "varlen_attention": (
+        "varlen_zero_length_segments", "varlen_single_query_segments_with_empties", "varlen_chunked_prefill_mix",
+        "error_cu_seqlens_not_monotone",
+    ),
+    "decode_paged": (
+        "paged_table_garbage_past_length", "paged_page_size_1", "paged_page_size_16", "paged_page_size_64",
+        "paged_page_size_256", "paged_zero_length_sequences", "paged_shorter_than_one_page",
+        "paged_shared_prefix_pages", "paged_several_new_tokens", "paged_window_with_freed_pages",
+        "paged_graph_replay_new_lengths", "paged_fp8_kv_scales_both_used", "error_seq_len_beyond_table",
+        "error_index_dtype",
+    ),
+    "append_kv": ("append_crosses_page_boundary", "append_negative_slot_is_skipped"),
+    "fp8_quantize": ("fp8_e4m3_saturation_and_ties", "fp8_e4m3_all_codes_round_trip"),
+    "merge_states": ("merge_both_states_empty", "merge_lse_far_apart", "merge_equals_whole_attention"),
+    "rope": ("rope_neox", "rope_interleaved", "rope_ragged_positions_and_gqa_view", "error_odd_rotary_dim"),
+    "swiglu": ("swiglu_gate_first", "swiglu_up_first", "swiglu_interleaved", "error_odd_gate_up_width"),
+    "geglu": ("geglu_erf", "geglu_tanh"),
+    "block_allocator": (
+        "alloc_double_free", "alloc_unknown_sequence", "alloc_out_of_blocks_is_atomic", "alloc_exact_page_multiple",
+        "alloc_zero_tokens", "alloc_fork_shares_until_last_free", "alloc_copy_on_write", "alloc_fragmentation",
+    ),
+}  # fmt: skip
+
+#: Descriptions without numbers: facts about frameworks, streams and processes, each a test of its own elsewhere.
+INTEROP = (
+    "dlpack_requires_grad", "dlpack_byte_offset", "dlpack_empty_tensor", "dlpack_stream_values",
+    "dlpack_during_graph_capture", "dlpack_lifetime_async", "kernel_on_the_callers_stream", "tensorflow_streams",
+    "second_gpu_while_device0_current", "mixed_devices", "current_device_not_changed", "bool_mask_dtype",
+    "jax_layout_from_strided", "graph_capture_no_allocation", "processes_share_the_kernel_cache", "import_is_inert",
+    "torch_compile_opaque_op", "dropout_not_silently_constant",
+)  # fmt: skip
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@functools.cache
+def all_cases() -> dict[str, cases.Case]:
+    return {case.name: case for case in cases.build()}
+
+
+def covered(kind: str) -> list[Any]:
+    """(name, dtype) of the cases of that kind which run here; of error cases one dtype is enough."""
+    found = []
+    for case in all_cases().values():
+        if case.op in COVERED_OPERATIONS and case.kind == kind:
+            dtypes = case.dtypes if kind == "numeric" else case.dtypes[:1]
+            found += [pytest.param(case.name, dtype, id=f"{case.name}-{dtype}") for dtype in dtypes]
+    return found
+
+
+def place(device: DeviceUnderTest, values: Any, dtype: Any, layout: dict[str, Any] | None) -> Any:
+    """The values as an array of the device in the memory layout that the case asks for."""
+    values = np.asarray(values)
+    if layout is None:
+        return device.array(values.astype(dtype))
+    buffer, shape, strides, offset = cases.memory_plan(values, layout)
+    flat = device.array(buffer.astype(dtype))[offset:]
+    if isinstance(flat, np.ndarray):
+        as_strided: Any = np.lib.stride_tricks.as_strided
+    else:
+        import cupy
+
+        as_strided = cupy.lib.stride_tricks.as_strided
+    return as_strided(flat, shape, tuple(stride * flat.itemsize for stride in strides))
+
+
+def run_case(device: DeviceUnderTest, case: cases.Case, inputs: dict[str, Any], dtype: str) -> dict[str, np.ndarray]:
+    """Calls cki with the case's inputs and parameters; outputs as float64."""
+    cast = inputs.get("__cast__", {})
+    tensors: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if not isinstance(value, np.ndarray):
+            continue
+        if value.dtype.kind == "f":
+            target = np.float32 if name in case.fixed else DTYPES[cast.get(name, dtype)]
+        else:
+            target = value.dtype
+        tensors[name] = place(device, value, target, case.layouts.get(name))
+    params = dict(case.params)
+    if case.op == "attention":
+        out, lse = cki.attention(**tensors, **params, return_lse=True)
+        results = {"out": out, "lse": lse}
+    elif case.op == "layer_norm":
+        results = {"out": cki.layer_norm(**tensors, **params)}
+    elif case.op == "rms_norm":
+        results = {"out": cki.rms_norm(**tensors, **params)}
+    else:
+        out, residual = cki.rms_norm(**tensors, **{"normalize": params.pop("normalise"), **params})
+        results = {"out": out, "residual": residual}
+    return {name: device.numpy(value).astype(np.float64) for name, value in results.items()}
+
+
+@pytest.mark.parametrize(("name", "dtype"), covered("numeric"))
+def test_numeric_case(device: DeviceUnderTest, name: str, dtype: str) -> None:
+    case = all_cases()[name]
+    for variant in [None, *case.variants]:
+        got = run_case(device, case, case.rounded(dtype, variant), dtype)
+        assert cases.compare(case, got, case.expected(dtype, variant), dtype) == []
+
+
+@pytest.mark.parametrize(("name", "dtype"), covered("error"))
+def test_error_case(device: DeviceUnderTest, name: str, dtype: str) -> None:
+    case = all_cases()[name]
+    assert case.error is not None
+    with pytest.raises((ValueError, TypeError)) as caught:
+        run_case(device, case, case.rounded(dtype), dtype)
+    assert {t.__name__ for t in type(caught.value).__mro__} & set(case.error["types"])
+    assert isinstance(caught.value, cki.CkiError)
+    for word in case.error["mention"]:
+        assert word.lower() in str(caught.value).lower()
+
+
+def test_every_case_runs_or_is_listed() -> None:
+    listed = {name: op for op, names in LATER_OPERATIONS.items() for name in names}
+    listed.update(dict.fromkeys(INTEROP, "interop"))
+    not_run = {case.name: case.op for case in all_cases().values() if case.op not in COVERED_OPERATIONS}
+    assert listed == not_run
