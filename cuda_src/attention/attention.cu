@@ -13,8 +13,8 @@
 // Tile j+1 of K and V travels (cp.async) while tile j is multiplied: two stages, one __syncthreads a tile, which says both
 // "tile j has arrived for all" and "all are done with tile j-1, whose place tile j+1 takes".
 //
-// With few queries a head (decoding), the `pack` = group query heads of one KV head become rows of one block, so K and V
-// are read once for all of them. Row r is then query r / pack of head r % pack.
+// With few queries a head (decoding; kPackHeads), all query heads of a KV head become rows of one block, so K and V are read
+// once for all of them. Row r is then query r / group of the group's head r % group.
 //
 // A row's result depends on nothing but its own inputs and kBlockKeys: tiles start at multiples of kBlockKeys whatever
 // the window, and a tile in which a row sees nothing leaves it unchanged to the bit. So results do not depend on the batch.
@@ -40,7 +40,6 @@ constexpr int kColumnTiles = kValueDim / 8;
 
 // What the logits go through besides the scale; the names are the prelude's.
 struct Features {
-  static constexpr bool kLimitLeft = ::kLimitLeft;
   static constexpr bool kSoftcap = ::kSoftcap;
   static constexpr bool kAlibi = ::kAlibi;
   static constexpr bool kBias = ::kBias;
@@ -49,6 +48,9 @@ struct Features {
 };
 // Whether a key may be hidden from one query and visible to another, or hidden from all while it exists.
 constexpr bool kHides = kLimitLeft || kLimitRight || kBias || kMask;
+// Whether values that are not finite are taken out of tiles, and of all or only those in which a key is hidden.
+constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask;
+constexpr bool kDrops = kHides || kDropsAlways;
 
 using Band = KeyBand<kLimitLeft, kLimitRight>;
 using QueryTile = Tile<Element, kBlockRows, kHeadDim>;
@@ -64,18 +66,18 @@ struct TensorStrides {
   i64 batch, sequence, head, dim;
 };
 
-// A warp's rows on one tile of keys. kBandTest: the tile reaches beyond what some row may see.
-template <bool kBandTest>
+// A warp's rows on one tile of keys. kBandTest: the tile reaches beyond what some row may see. row_of(r) describes row r of
+// this lane; it is asked anew for every tile, because keeping the answers would take registers.
+template <bool kBandTest, class RowOf>
 __device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow<kScaleFirst> (&softmax)[kRowTiles * 2],
-                                            const QueryRow<BiasElement> (&rows)[kRowTiles * 2], const LogitRules& rules,
-                                            float score_scale, int first_key, const unsigned char* queries,
-                                            const unsigned char* stage) {
+                                            RowOf row_of, const Band& band, const LogitRules& rules, float score_scale,
+                                            int first_key, const unsigned char* queries, const unsigned char* stage) {
   Scores scores;
   multiply_keys<QueryTile, KeyTile>(scores, queries, stage);
 #pragma unroll
   for (int r = 0; r < kRowTiles * 2; ++r) {
     const int first = r % 2 * 2;
-    apply_rules<Features, kBandTest>(scores[r / 2], first, first_key, rows[r], rules);
+    apply_rules<Features, kBandTest>(scores[r / 2], first, first_key, row_of(r), band, rules);
     const float correction = softmax[r].template take<kBandTest || kBias || kMask>(scores[r / 2], first, score_scale);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
@@ -97,14 +99,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
               i64 bias_batch, i64 bias_head, i64 bias_query, i64 bias_key,              //
               i64 mask_batch, i64 mask_head, i64 mask_query, i64 mask_key,              //
               i64 sinks_stride, i64 slopes_stride,                                      //
-              int queries, int keys, int heads, int group, int pack, int head_dim, int value_dim,
+              int queries, int keys, int heads, int group, int head_dim, int value_dim,
               int shift, int left, int right, float scale, float score_scale, float softcap, float softcap_rate) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  // The shuffle tells the compiler that the warp's number, and all that follows from it, is uniform.
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
   // The grid is one-dimensional, because only x may exceed 65535: row blocks fastest, so that blocks which read the same K
   // and V run together. Causal row blocks grow with their number; the long ones start first.
+  const int pack = kPackHeads ? group : 1;
   const int total_rows = queries * pack;
   const int row_blocks = (total_rows + kBlockRows - 1) / kBlockRows;
   const int packed_heads = heads / pack;
@@ -136,43 +140,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int warp_begin = band.begin(warp_first_query), warp_end = band.end(warp_last_query);
   const int warp_common_begin = band.begin(warp_last_query), warp_common_end = band.end(warp_first_query);
 
+  // The query and the head of a row.
+  const auto query_of = [&](int row) { return kPackHeads ? row / group : row; };
+  const auto head_of = [&](int row) { return kPackHeads ? first_head + row % group : first_head; };
   const auto query_row = [&](int query, int head) {
     QueryRow<BiasElement> row;
-    row.begin = band.begin(query);
-    row.end = band.end(query);
-    row.position = query + shift;
+    row.query = query;
     if constexpr (kAlibi) row.slope = alibi_slopes[head * slopes_stride];
     if constexpr (kBias) row.bias = bias + batch * bias_batch + head * bias_head + query * bias_query;
     if constexpr (kMask) row.mask = mask + batch * mask_batch + head * mask_head + query * mask_query;
     return row;
   };
   // This lane's rows: lane / 4 and lane / 4 + 8 of each row tile. Rows past the end take the last row's place unstored.
-  QueryRow<BiasElement> rows[kRowTiles * 2];
-#pragma unroll
-  for (int r = 0; r < kRowTiles * 2; ++r) {
-    const int row = min(warp_row + r / 2 * 16 + r % 2 * 8 + lane / 4, total_rows - 1);
-    rows[r] = query_row(row / pack, first_head + row % pack);
-  }
+  const auto row_number = [&](int r) { return warp_row + r / 2 * 16 + r % 2 * 8 + lane / 4; };
+  const auto row_of = [&](int r) {
+    const int row = min(row_number(r), total_rows - 1);
+    return query_row(query_of(row), head_of(row));
+  };
   const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
 
   const auto copy_keys_and_values = [&](int tile) {
     unsigned char* stage = smem + QueryTile::kBytes + (tile - first_tile) % 2 * kStageBytes;
     const int first_key = tile * kBlockKeys;
-    copy_tile<KeyTile, kCopyBytes, kThreads>(stage, head_dim, k_dim, k_base, [&](int row) -> const Element* {
-      return first_key + row < keys ? k_base + (first_key + row) * k_sequence : nullptr;
-    });
-    copy_tile<ValueTile, kCopyBytes, kThreads>(
-        stage + KeyTile::kBytes, value_dim, v_dim, v_base, [&](int row) -> const Element* {
-          return first_key + row < keys ? v_base + (first_key + row) * v_sequence : nullptr;
-        });
+    copy_tile<KeyTile, kCopyBytes, kThreads>(stage, k_base + first_key * k_sequence, k_sequence, keys - first_key,
+                                             head_dim, k_dim, k_base);
+    copy_tile<ValueTile, kCopyBytes, kThreads>(stage + KeyTile::kBytes, v_base + first_key * v_sequence, v_sequence,
+                                               keys - first_key, value_dim, v_dim, v_base);
   };
 
   if (first_tile < end_tile) {
-    copy_tile<QueryTile, kCopyBytes, kThreads>(smem, head_dim, q_dim, q_base, [&](int row) -> const Element* {
-      row += block_row;
-      if (row >= total_rows) return nullptr;
-      return q_base + (row / pack) * q_sequence + (first_head + row % pack) * q_head;
-    });
+    copy_scattered_tile<QueryTile, kCopyBytes, kThreads>(
+        smem,
+        [&](int row) {
+          row += block_row;
+          return q_base + query_of(row) * q_sequence + head_of(row) * q_head;
+        },
+        total_rows - block_row, head_dim, q_dim, q_base);
     copy_keys_and_values(first_tile);
     ptx::cp_async_commit_group();
   }
@@ -185,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int first_key = tile * kBlockKeys;
     const int end_key = first_key + kBlockKeys;
     ptx::cp_async_wait_group<0>();
-    if (kHides && (kBias || kMask || first_key < common_begin || end_key > common_end)) {
+    if (kDrops && (kDropsAlways || first_key < common_begin || end_key > common_end)) {
       if (drop_own_nonfinite<ValueTile, kCopyBytes, kThreads>(stage + KeyTile::kBytes)) {
         first_repair = min(first_repair, tile);
         last_repair = tile;
@@ -198,17 +201,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (!warp_has_rows || end_key <= warp_begin || first_key >= warp_end) continue;
     const unsigned char* warp_queries = smem + warp * kWarpRows * QueryTile::kPitch;
     if (first_key < warp_common_begin || end_key > warp_common_end) {
-      attend_tile<true>(output, softmax, rows, rules, score_scale, first_key, warp_queries, stage);
+      attend_tile<true>(output, softmax, row_of, band, rules, score_scale, first_key, warp_queries, stage);
     } else {
-      attend_tile<false>(output, softmax, rows, rules, score_scale, first_key, warp_queries, stage);
+      attend_tile<false>(output, softmax, row_of, band, rules, score_scale, first_key, warp_queries, stage);
     }
   }
 
 #pragma unroll
   for (int r = 0; r < kRowTiles * 2; ++r) {
-    const int row = warp_row + r / 2 * 16 + r % 2 * 8 + lane / 4;
-    const int query = min(row, total_rows - 1) / pack;
-    const int head = first_head + min(row, total_rows - 1) % pack;
+    const int row = row_number(r);
+    const int query = query_of(row);
+    const int head = min(head_of(row), heads - 1);
     softmax[r].gather();
     float factor = 1.0f;
     if (sinks != nullptr) factor = softmax[r].take_sink(sinks[head * sinks_stride]);
@@ -232,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
   }
 
-  if constexpr (kHides) {
+  if constexpr (kDrops) {
     // Also the barrier behind the output, which other threads wrote.
     if (__syncthreads_or(last_repair >= 0) == 0) return;
     int* range = reinterpret_cast<int*>(smem);  // the tiles are no longer needed
@@ -245,11 +248,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     atomicMax(&range[1], last_repair);
     __syncthreads();
     for (int r = static_cast<int>(threadIdx.x); r < min(kBlockRows, total_rows - block_row); r += kThreads) {
-      const int query = (block_row + r) / pack;
-      const int head = first_head + (block_row + r) % pack;
+      const int query = query_of(block_row + r);
+      const int head = head_of(block_row + r);
       repair_row<Features>(out + batch * out_batch + query * out_sequence + head * out_head, out_dim, v_base, v_sequence,
                            v_dim, value_dim, range[0] * kBlockKeys, (range[1] + 1) * kBlockKeys, query_row(query, head),
-                           rules);
+                           band, rules);
     }
   }
 }

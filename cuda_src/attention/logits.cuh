@@ -12,13 +12,12 @@
 
 namespace cki::attention {
 
-// What one query row needs: the interval of keys that the band lets it see, and where its bias and mask rows begin.
+// What one query row needs besides the band.
 template <class BiasElement>
 struct QueryRow {
-  int begin, end;
-  int position;  // among the keys
-  float slope;   // ALiBi: subtracted from the logit for each step of distance
-  const BiasElement* bias;
+  int query;
+  float slope;              // ALiBi: subtracted from the logit for each step of distance
+  const BiasElement* bias;  // where the row's bias and mask begin
   const u8* mask;
 };
 
@@ -49,9 +48,12 @@ __device__ __forceinline__ bool is_visible(int key, const QueryRow<BiasElement>&
 
 // Applies the rules to elements first and first + 1 of each tile of `scores`, keys [first_key, +8 kTiles).
 // Features: which rules there are. kBandTest: some of the keys may lie outside the row's interval.
-template <class Features, bool kBandTest, class BiasElement, int kTiles>
+template <class Features, bool kBandTest, class Band, class BiasElement, int kTiles>
 __device__ __forceinline__ void apply_rules(float (&scores)[kTiles][4], int first, int first_key,
-                                            const QueryRow<BiasElement>& row, const LogitRules& rules) {
+                                            const QueryRow<BiasElement>& row, const Band& band,
+                                            const LogitRules& rules) {
+  const int begin = band.begin(row.query), end = band.end(row.query);
+  const int position = row.query + band.shift;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -63,9 +65,9 @@ __device__ __forceinline__ void apply_rules(float (&scores)[kTiles][4], int firs
       } else if constexpr (Features::kScaleFirst) {
         logit *= rules.scale;
       }
-      if constexpr (Features::kAlibi) logit -= row.slope * fabsf(static_cast<float>(row.position - key));
+      if constexpr (Features::kAlibi) logit -= row.slope * fabsf(static_cast<float>(position - key));
       bool visible = true;
-      if constexpr (kBandTest) visible = key < row.end && (!Features::kLimitLeft || key >= row.begin);
+      if constexpr (kBandTest) visible = key >= begin && key < end;
       if constexpr (Features::kBias) {
         if (visible) {
           const float bias = to_float(row.bias[key * rules.bias_stride]);

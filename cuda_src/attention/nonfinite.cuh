@@ -1,7 +1,7 @@
 // Infinities and NaNs in values: 0 * NaN is NaN, so a weight of zero does not hide a value that is not finite.
 //
 // Where a key is hidden from some query, anything may lie behind it (padding, unused cache slots). So in tiles in which a key
-// is hidden from some row, each thread searches the pieces of V that it copied itself, before the barrier that publishes
+// is hidden from some row (fp32: in all tiles, because an infinity does not survive the split for tf32), each thread searches the pieces of V that it copied itself, before the barrier that publishes
 // them, and replaces what is not finite by zero. Rows that do not see such a value are right then. Rows that do see it are
 // repaired after the output is written, by plain loops over the tiles in question: slow, but only for blocks that met
 // such values, and short where all of them are hidden.
@@ -46,7 +46,7 @@ template <class T, int kCopyBytes, int kThreads>
 __device__ __forceinline__ bool drop_own_nonfinite(unsigned char* tile) {
   using Element = typename T::Element;
   bool any = false;
-  for_each_own_piece<T, kCopyBytes, kThreads>([&](int row, int piece) {
+  PieceShare<T, kCopyBytes, kThreads>::for_each_own([&](int row, int piece) {
     unsigned char* p = tile + row * T::kPitch + piece * kCopyBytes;
     bool found = false;
     if constexpr (kCopyBytes == 16) {
@@ -78,11 +78,11 @@ __device__ __forceinline__ bool drop_own_nonfinite(unsigned char* tile) {
 }
 
 // Adds to one row of the output the values of keys [first_key, end_key) that the row sees and that are not finite.
-template <class Features, class Element, class BiasElement>
+template <class Features, class Element, class Band, class BiasElement>
 __device__ void repair_row(Element* out, i64 out_dim, const Element* values, i64 value_sequence, i64 value_dim_stride,
                            int value_dim, int first_key, int end_key, const QueryRow<BiasElement>& row,
-                           const LogitRules& rules) {
-  for (int key = max(first_key, row.begin); key < min(end_key, row.end); ++key) {
+                           const Band& band, const LogitRules& rules) {
+  for (int key = max(first_key, band.begin(row.query)); key < min(end_key, band.end(row.query)); ++key) {
     if (!is_visible<Features>(key, row, rules)) continue;
     const Element* value = values + key * value_sequence;
     for (int column = 0; column < value_dim; ++column) {

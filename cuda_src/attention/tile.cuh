@@ -24,43 +24,85 @@ struct Tile {
   static_assert(kDim % 16 == 0, "whole mma steps");
 };
 
-// Calls visit(row, piece) for the pieces of kCopyBytes that this thread copies.
-template <class T, int kCopyBytes, int kThreads, class Visit>
-__device__ __forceinline__ void for_each_own_piece(Visit visit) {
-  constexpr int kPieces = T::kRowBytes / kCopyBytes;
-  constexpr int kTotal = T::kRows * kPieces;
-  constexpr int kTrips = (kTotal + kThreads - 1) / kThreads;
-  const int thread = static_cast<int>(threadIdx.x);
+// How the threads of a block share the pieces of kCopyBytes of a tile: in row-major order, one each in turn.
+template <class T, int kCopyBytes, int kThreads>
+struct PieceShare {
+  static constexpr int kPieces = T::kRowBytes / kCopyBytes;  // of a row
+  static constexpr int kTotal = T::kRows * kPieces;
+  static constexpr int kTrips = (kTotal + kThreads - 1) / kThreads;
+  // Every thread has the same piece of every kRowStep-th row.
+  static constexpr bool kRegular = kTotal % kThreads == 0 && kThreads % kPieces == 0;
+  static constexpr int kRowStep = kRegular ? kThreads / kPieces : 0;
+
+  // Calls visit(row, piece) for the pieces of this thread.
+  template <class Visit>
+  static __device__ __forceinline__ void for_each_own(Visit visit) {
+    const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll(kTrips <= 16 ? kTrips : 4)
-  for (int trip = 0; trip < kTrips; ++trip) {
-    if constexpr (kTotal % kThreads == 0 && kThreads % kPieces == 0) {  // the same piece of every kThreads/kPieces-th row
-      visit(thread / kPieces + trip * (kThreads / kPieces), thread % kPieces);
-    } else {
-      const int index = thread + trip * kThreads;
-      if (kTotal % kThreads == 0 || index < kTotal) visit(index / kPieces, index % kPieces);
+    for (int trip = 0; trip < kTrips; ++trip) {
+      if constexpr (kRegular) {
+        visit(thread / kPieces + trip * kRowStep, thread % kPieces);
+      } else {
+        const int index = thread + trip * kThreads;
+        if (kTotal % kThreads == 0 || index < kTotal) visit(index / kPieces, index % kPieces);
+      }
     }
+  }
+};
+
+// Copies one piece to `target`, or zeros where not `inside`. 16, 8 and 4 bytes go by cp.async, in the caller's current
+// group; 2 (16-bit elements at odd places or strides) by a load and a store that end before the return.
+// `readable`: any address that may be read.
+template <int kCopyBytes, class Element>
+__device__ __forceinline__ void copy_piece(unsigned char* target, const Element* source, bool inside,
+                                           const Element* readable) {
+  if constexpr (kCopyBytes >= 4) {
+    ptx::cp_async<kCopyBytes>(target, inside ? source : readable, inside ? kCopyBytes : 0);
+  } else {
+    *reinterpret_cast<u16*>(target) = inside ? source->bits : u16{0};
   }
 }
 
-// Starts the copy of a tile. row_source(row) is the address of the row's first element, or null for a row of zeros.
-// kCopyBytes divides the addresses of all rows and the bytes of head_dim elements: 16, 8 or 4 go by cp.async, in the
-// caller's current group; 2 (16-bit elements at odd places or strides) by loads and stores that end before the return.
-// dim_stride is 1 unless kCopyBytes is the size of one element. `readable`: any address that may be read.
-template <class T, int kCopyBytes, int kThreads, class RowSource>
-__device__ __forceinline__ void copy_tile(unsigned char* tile, int head_dim, i64 dim_stride,
-                                          const typename T::Element* readable, RowSource row_source) {
+// Starts the copy of a tile: `rows` rows from `first_row`, row_stride elements apart, then rows of zeros.
+// kCopyBytes divides the addresses of all rows and the bytes of head_dim elements. dim_stride is 1 unless kCopyBytes is the
+// size of one element.
+template <class T, int kCopyBytes, int kThreads>
+__device__ __forceinline__ void copy_tile(unsigned char* tile, const typename T::Element* first_row, i64 row_stride,
+                                          int rows, int head_dim, i64 dim_stride,
+                                          const typename T::Element* readable) {
+  using Element = typename T::Element;
+  using Share = PieceShare<T, kCopyBytes, kThreads>;
+  constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
+  const i64 piece_stride = kPerPiece == 1 ? dim_stride : kPerPiece;
+  if constexpr (Share::kRegular) {  // one address that moves on, instead of kTrips addresses in registers
+    const int thread = static_cast<int>(threadIdx.x);
+    const int piece = thread % Share::kPieces;
+    const Element* source = first_row + thread / Share::kPieces * row_stride + piece * piece_stride;
+    Share::for_each_own([&](int row, int) {
+      copy_piece<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes, source,
+                             row < rows && piece * kPerPiece < head_dim, readable);
+      source += Share::kRowStep * row_stride;
+    });
+  } else {
+    Share::for_each_own([&](int row, int piece) {
+      copy_piece<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes,
+                             first_row + row * row_stride + piece * piece_stride,
+                             row < rows && piece * kPerPiece < head_dim, readable);
+    });
+  }
+}
+
+// The same for rows in any places: row_address(row) is that of the row's first element.
+template <class T, int kCopyBytes, int kThreads, class RowAddress>
+__device__ __forceinline__ void copy_scattered_tile(unsigned char* tile, RowAddress row_address, int rows, int head_dim,
+                                                    i64 dim_stride, const typename T::Element* readable) {
   using Element = typename T::Element;
   constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
-  for_each_own_piece<T, kCopyBytes, kThreads>([&](int row, int piece) {
-    const Element* source = row_source(row);
-    const bool inside = source != nullptr && piece * kPerPiece < head_dim;
-    if (inside) source += kPerPiece == 1 ? piece * dim_stride : piece * kPerPiece;
-    unsigned char* target = tile + row * T::kPitch + piece * kCopyBytes;
-    if constexpr (kCopyBytes >= 4) {
-      ptx::cp_async<kCopyBytes>(target, inside ? source : readable, inside ? kCopyBytes : 0);
-    } else {
-      *reinterpret_cast<u16*>(target) = inside ? source->bits : u16{0};
-    }
+  PieceShare<T, kCopyBytes, kThreads>::for_each_own([&](int row, int piece) {
+    const bool inside = row < rows && piece * kPerPiece < head_dim;
+    const Element* source = readable;
+    if (inside) source = row_address(row) + piece * (kPerPiece == 1 ? dim_stride : kPerPiece);
+    copy_piece<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes, source, inside, readable);
   });
 }
 
