@@ -30,7 +30,7 @@ FAULTS = {
     6: (ADVERSARIAL, "expect_tx names too few bytes"),
     7: (ADVERSARIAL, "without wgmma_fence"),
     8: (ADVERSARIAL, "wgmma issued while its operand"),
-    9: (ADVERSARIAL, "no wgmma_wait_group covers it|still reads|without wgmma_fence"),
+    9: (ADVERSARIAL, "no wgmma_wait_group covers it|still reads|without wgmma_fence|DEADLOCK"),
 }
 
 

@@ -3,8 +3,10 @@
 #pragma once
 #include "types.h"
 
-#if !defined(__x86_64__) && !defined(__aarch64__)
+#if !defined(__x86_64__) && !defined(__aarch64__) && !defined(CKI_SIM_UCONTEXT)
 #define CKI_SIM_UCONTEXT 1
+#endif
+#ifdef CKI_SIM_UCONTEXT
 #include <ucontext.h>
 #endif
 
