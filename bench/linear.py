@@ -1,0 +1,237 @@
+"""Linear layers: the chosen tile, every other tile, and PyTorch (cuBLASLt) in the same run.
+
+    python bench/linear.py                                  # usual shapes, the choice and torch
+    python bench/linear.py --shape 8192x1024x4096:gelu --all-tiles
+    python bench/linear.py --shape 4096x4096x4096 --dtype f32 --layout out_in
+
+A shape is ROWSxDEPTHxCOLUMNS, with `:gelu` or `:residual` for a layer with that epilogue; all have a bias.  torch's
+time is that of `addmm` and, where there is one, its separate GELU or addition.  `vs_torch` is torch's time over ours.
+Every variant is compared with the float64 reference on some rows before it is timed; one that is wrong ends the program.
+Method: CUDA graph replays over inputs that together exceed the L2 cache three times (bench/common.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import common
+import ml_dtypes
+import numpy as np
+
+import cki
+from cki import reference
+from cki.device import cuda_device
+from cki.heuristics.linear import TILES_16BIT, TILES_FP32, Tile, choose_tile
+from cki.ops.call import call
+from cki.ops.linear import LINEAR, Activation, WeightLayout, plan_linear
+from cki.plan import Plan
+
+#: BERT-large at 4 x 2048 and 4 x 128 tokens, all-MiniLM-L6-v2 at 16 and 96 tokens, and large squares.
+SHAPES = (
+    "8192x1024x3072", "8192x1024x1024:residual", "8192x1024x4096:gelu", "8192x4096x1024:residual",
+    "512x1024x3072", "512x1024x4096:gelu", "512x4096x1024:residual",
+    "16x384x1152", "16x384x1536:gelu", "96x384x1536:gelu", "96x1536x384:residual",
+    "4096x4096x4096", "8192x8192x8192",
+)  # fmt: skip
+NUMPY = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+class Problem(NamedTuple):
+    """What is measured.  epilogue: "", "gelu" or "residual", after the bias."""
+
+    rows: int
+    depth: int
+    columns: int
+    epilogue: str
+    dtype: str
+    layout: WeightLayout
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.depth * self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that must move: operands and result once."""
+        elements = self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
+        return NUMPY[self.dtype].itemsize * (
+            elements + self.rows * self.columns * (self.epilogue == "residual")
+        )
+
+    @property
+    def activation(self) -> Activation | None:
+        return "gelu" if self.epilogue == "gelu" else None
+
+
+def cki_call(problem: Problem, tile: Tile | None) -> Callable[..., object]:
+    """`f(x, w, bias, residual, y)` by CKI; tile None is the public function with the heuristic's choice."""
+    spec = LINEAR
+    if tile is not None:
+
+        def plan(p: Any, outputs: Any, device: Any) -> Plan:
+            return Plan(
+                plan_linear(
+                    p["x"],
+                    p["w"],
+                    p.get("bias"),
+                    p.get("residual"),
+                    outputs["out"],
+                    device,
+                    activation=problem.activation,
+                    weight_layout=problem.layout,
+                    tile=tile,
+                )
+            )
+
+        spec = dataclasses.replace(LINEAR, plan=plan)
+
+    def run(x: Any, w: Any, bias: Any, residual: Any, y: Any) -> object:
+        if tile is None:
+            return cki.linear(
+                x,
+                w,
+                bias,
+                activation=problem.activation,
+                residual=residual,
+                weight_layout=problem.layout,
+                out=y,
+            )
+        return call(spec, (x, w, bias, residual), (problem.activation, problem.layout), (y,))
+
+    return run
+
+
+def torch_call(problem: Problem) -> Callable[..., object]:
+    """The same by PyTorch: addmm, then GELU or addition in place."""
+    import torch
+
+    def run(x: Any, w: Any, bias: Any, residual: Any, y: Any) -> object:
+        torch.addmm(bias, x, w if problem.layout == "in_out" else w.T, out=y)
+        if problem.epilogue == "gelu":
+            return torch.nn.functional.gelu(y)
+        return y.add_(residual) if problem.epilogue == "residual" else y
+
+    return run
+
+
+def make_inputs(problem: Problem, seed: int) -> tuple[Any, ...]:
+    """(x, w, bias, residual, y) as torch tensors on the GPU; y holds NaN."""
+    import torch
+
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    dtype = getattr(torch, TORCH[problem.dtype])
+
+    def normal(*size: int, scale: float = 1.0) -> Any:
+        return (torch.randn(*size, generator=generator, device="cuda") * scale).to(dtype)
+
+    weight_shape = (problem.depth, problem.columns)
+    weight = normal(
+        *(weight_shape if problem.layout == "in_out" else weight_shape[::-1]), scale=problem.depth**-0.5
+    )
+    y = torch.full((problem.rows, problem.columns), float("nan"), device="cuda", dtype=dtype)
+    residual = normal(problem.rows, problem.columns) if problem.epilogue == "residual" else None
+    return normal(problem.rows, problem.depth), weight, normal(problem.columns), residual, y
+
+
+def check(problem: Problem, run: Callable[..., object], inputs: Sequence[Any], what: str) -> float:
+    """Runs once; the largest error over some rows, relative to the largest value.  Ends when it is too large."""
+    x, w, bias, residual, y = inputs
+    y.fill_(float("nan"))
+    run(*inputs)
+    picked = sorted({*range(min(24, problem.rows)), *range(max(0, problem.rows - 24), problem.rows)})
+
+    def host(tensor: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(tensor.double().cpu().numpy())
+
+    added = None if residual is None else host(residual[picked])
+    expected = reference.linear(
+        host(x[picked]),
+        host(w),
+        host(bias),
+        activation=problem.activation,
+        residual=added,
+        weight_layout=problem.layout,
+    )
+    error = float(np.abs(host(y[picked]) - expected).max() / np.abs(expected).max())
+    limit = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 1e-5}[problem.dtype]
+    if not error <= limit:
+        raise SystemExit(
+            f"{what}: relative error {error:.2e} against the reference, at most {limit:.2e} is right"
+        )
+    if bool(y.isnan().any()):
+        raise SystemExit(f"{what}: parts of the result are not written")
+    return error
+
+
+def name_of(tile: Tile) -> str:
+    """For a table: block shape, warps, stages."""
+    return f"{tile.block_m}x{tile.block_n} w{tile.warps_m}x{tile.warps_n} s{tile.stages}"
+
+
+def measure(problem: Problem, all_tiles: bool) -> list[dict[str, object]]:
+    """One row a variant: torch, the choice, and the other tiles where wanted."""
+    import cupy
+
+    inputs = common.rotated(functools.partial(make_inputs, problem), problem.nbytes, limit=24)
+    device = cuda_device(cupy.cuda.Device().id)
+    itemsize = NUMPY[problem.dtype].itemsize
+    chosen = choose_tile(problem.rows, [problem.columns], problem.depth, itemsize, device)
+    variants: list[tuple[str, Callable[..., object]]] = [
+        ("torch", torch_call(problem)),
+        ("cki", cki_call(problem, None)),
+    ]
+    others = (TILES_FP32 if itemsize == 4 else TILES_16BIT) if all_tiles else ()
+    variants += [(f"cki {name_of(tile)}", cki_call(problem, tile)) for tile in others if tile != chosen]
+    rows, torch_us = [], 0.0
+    for name, run in variants:
+        what = (
+            f"{problem.rows}x{problem.depth}x{problem.columns}{problem.epilogue and ':' + problem.epilogue}"
+        )
+        error = check(problem, run, inputs[0], f"{what} {name}") if name != "torch" else 0.0
+        timing = common.graph_time(run, inputs, framework="torch", replays=15)
+        if name == "torch":
+            torch_us = timing.median_us
+        rows.append(common.row(
+            "linear", what, problem.dtype, name, timing, nbytes=problem.nbytes, flops=problem.flops,
+            vs_torch=round(torch_us / timing.median_us, 3), layout=problem.layout, error=f"{error:.1e}",
+            tile=name_of(chosen) if name == "cki" else "",
+        ))  # fmt: skip
+    return rows
+
+
+def _shape(text: str) -> tuple[int, int, int, str]:
+    extents, _, epilogue = text.partition(":")
+    rows, depth, columns = (int(extent) for extent in extents.split("x"))
+    if epilogue not in ("", "gelu", "residual"):
+        raise argparse.ArgumentTypeError(f"epilogue {epilogue!r}; there are gelu and residual")
+    return rows, depth, columns, epilogue
+
+
+def main() -> None:
+    """Measures and writes linear.csv."""
+    parser = argparse.ArgumentParser(description="time of linear layers")
+    parser.add_argument(
+        "--shape", type=_shape, action="append", help="ROWSxDEPTHxCOLUMNS[:EPILOGUE]; may be repeated"
+    )
+    parser.add_argument(
+        "--dtype", choices=sorted(NUMPY), action="append", help="may be repeated; default f16"
+    )
+    parser.add_argument("--layout", choices=("in_out", "out_in"), action="append", help="default in_out")
+    parser.add_argument("--all-tiles", action="store_true", help="also the tiles that were not chosen")
+    arguments = parser.parse_args()
+    common.require_gpu()
+    rows = []
+    for dtype in arguments.dtype or ["f16"]:
+        for layout in arguments.layout or ["in_out"]:
+            for shape in arguments.shape or [_shape(text) for text in SHAPES]:
+                rows += measure(Problem(*shape, dtype=dtype, layout=layout), arguments.all_tiles)
+    common.write_csv("linear", rows)
+
+
+if __name__ == "__main__":
+    main()
