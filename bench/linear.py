@@ -6,7 +6,8 @@
 
 A shape is ROWSxDEPTHxCOLUMNS, with `:gelu` or `:residual` for a layer with that epilogue; all have a bias.  torch's
 time is that of `addmm` and, where there is one, its separate GELU or addition.  `vs_torch` is torch's time over ours.
-Every variant is compared with the float64 reference on some rows before it is timed; one that is wrong ends the program.
+Every variant is compared with the float64 reference on some rows before it is timed; one that is wrong ends the
+program.
 Method: CUDA graph replays over inputs that together exceed the L2 cache three times (bench/common.py).
 """
 
@@ -41,7 +42,7 @@ NUMPY = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32
 TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
-class Problem(NamedTuple):
+class LinearProblem(NamedTuple):
     """What is measured.  epilogue: "", "gelu" or "residual", after the bias."""
 
     rows: int
@@ -68,7 +69,7 @@ class Problem(NamedTuple):
         return "gelu" if self.epilogue == "gelu" else None
 
 
-def cki_call(problem: Problem, tile: Tile | None) -> Callable[..., object]:
+def cki_call(problem: LinearProblem, tile: Tile | None) -> Callable[..., object]:
     """`f(x, w, bias, residual, y)` by CKI; tile None is the public function with the heuristic's choice."""
     spec = LINEAR
     if tile is not None:
@@ -106,7 +107,7 @@ def cki_call(problem: Problem, tile: Tile | None) -> Callable[..., object]:
     return run
 
 
-def torch_call(problem: Problem) -> Callable[..., object]:
+def torch_call(problem: LinearProblem) -> Callable[..., object]:
     """The same by PyTorch: addmm, then GELU or addition in place."""
     import torch
 
@@ -119,7 +120,7 @@ def torch_call(problem: Problem) -> Callable[..., object]:
     return run
 
 
-def make_inputs(problem: Problem, seed: int) -> tuple[Any, ...]:
+def make_inputs(problem: LinearProblem, seed: int) -> tuple[Any, ...]:
     """(x, w, bias, residual, y) as torch tensors on the GPU; y holds NaN."""
     import torch
 
@@ -138,7 +139,7 @@ def make_inputs(problem: Problem, seed: int) -> tuple[Any, ...]:
     return normal(problem.rows, problem.depth), weight, normal(problem.columns), residual, y
 
 
-def check(problem: Problem, run: Callable[..., object], inputs: Sequence[Any], what: str) -> float:
+def check(problem: LinearProblem, run: Callable[..., object], inputs: Sequence[Any], what: str) -> float:
     """Runs once; the largest error over some rows, relative to the largest value.  Ends when it is too large."""
     x, w, bias, residual, y = inputs
     y.fill_(float("nan"))
@@ -173,7 +174,7 @@ def name_of(tile: Tile) -> str:
     return f"{tile.block_m}x{tile.block_n} w{tile.warps_m}x{tile.warps_n} s{tile.stages}"
 
 
-def measure(problem: Problem, all_tiles: bool) -> list[dict[str, object]]:
+def measure(problem: LinearProblem, all_tiles: bool) -> list[dict[str, object]]:
     """One row a variant: torch, the choice, and the other tiles where wanted."""
     import cupy
 
@@ -229,7 +230,7 @@ def main() -> None:
     for dtype in arguments.dtype or ["f16"]:
         for layout in arguments.layout or ["in_out"]:
             for shape in arguments.shape or [_shape(text) for text in SHAPES]:
-                rows += measure(Problem(*shape, dtype=dtype, layout=layout), arguments.all_tiles)
+                rows += measure(LinearProblem(*shape, dtype, layout), arguments.all_tiles)
     common.write_csv("linear", rows)
 
 
