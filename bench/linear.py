@@ -59,10 +59,9 @@ class LinearProblem(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that must move: operands and result once."""
-        elements = self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
-        return NUMPY[self.dtype].itemsize * (
-            elements + self.rows * self.columns * (self.epilogue == "residual")
-        )
+        results = 2 if self.epilogue == "residual" else 1
+        elements = self.depth * (self.rows + self.columns) + results * self.rows * self.columns
+        return elements * int(NUMPY[self.dtype].itemsize)
 
     @property
     def activation(self) -> Activation | None:
@@ -229,8 +228,10 @@ def main() -> None:
     rows = []
     for dtype in arguments.dtype or ["f16"]:
         for layout in arguments.layout or ["in_out"]:
-            for shape in arguments.shape or [_shape(text) for text in SHAPES]:
-                rows += measure(LinearProblem(*shape, dtype, layout), arguments.all_tiles)
+            for extents in arguments.shape or [_shape(text) for text in SHAPES]:
+                count, depth, columns, epilogue = extents
+                problem = LinearProblem(count, depth, columns, epilogue, dtype, layout)
+                rows += measure(problem, arguments.all_tiles)
     common.write_csv("linear", rows)
 
 
