@@ -5,6 +5,7 @@ Outputs come from CuPy's current allocator, kernels run on CuPy's current stream
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Hashable
 from typing import Any
@@ -125,12 +126,13 @@ class KeepAlive:
 
     def __init__(self) -> None:
         self._held: deque[tuple[Any, object]] = deque()
+        self._lock = threading.Lock()
 
     def hold(self, owners: object, stream: int, device_index: int) -> None:
         """Keep `owners` until the stream has passed this point.  During capture the graph's user keeps them."""
-        self.release()
-        if is_capturing(stream):
+        if is_capturing(stream):  # asking events would break the capture
             return
+        self.release()
         with cupy.cuda.Device(device_index):
             event = cupy.cuda.Event(disable_timing=True)
             runtime.eventRecord(event.ptr, stream)
@@ -138,11 +140,9 @@ class KeepAlive:
 
     def release(self) -> None:
         """Let go of what is no longer needed."""
-        while self._held and self._held[0][0].done:
-            try:
+        with self._lock:
+            while self._held and self._held[0][0].done:
                 self._held.popleft()
-            except IndexError:  # another thread was faster
-                return
 
 
 def adapter_for(cls: type, name: str) -> Adapter:

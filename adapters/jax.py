@@ -8,6 +8,7 @@ Inside `jax.jit` arrays are tracers without memory: refused by name.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,10 +77,13 @@ class JaxAdapter(IndirectAdapter):
         return view
 
     def begin(self, names: Sequence[str], tensors: Sequence[Any], stream: int | None = None) -> list[Any]:
-        if _released:
-            held = _released[:]
-            del _released[: len(held)]
+        held = []
+        with contextlib.suppress(IndexError):  # another thread may have taken the rest
+            while _released:
+                held.append(_released.pop())
+        if held:
             _synchronize_devices(held)
+        del held
         return super().begin(names, tensors, stream)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, like: Any, stream: int | None = None) -> Any:
@@ -134,7 +138,7 @@ def adapter_for(cls: type, name: str) -> Adapter:
             hint="call it outside, on concrete arrays; calls inside jax.jit need CKI's XLA FFI registration, which is "
             "not part of this version",
         )
-    if not issubclass(cls, jax.Array) or cls.__module__.startswith("jax._src.random"):
+    if not issubclass(cls, jax.Array) or "prng" in cls.__module__:
         raise InvalidTypeError(
             f"{name} is a {type_name(cls)}, not a JAX array of numbers",
             hint="a jax.Array; of a PRNG key, jax.random.key_data",

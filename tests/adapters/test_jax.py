@@ -190,6 +190,28 @@ def test_sixty_four_bit_outputs_follow_jax_s_own_rule():
     np.testing.assert_array_equal(result, [1, 2, 3])
 
 
+def test_memory_lent_to_jax_is_held_until_a_synchronisation(monkeypatch):
+    """What the GPU path rests on: deleting the JAX array only queues the memory; the next call waits, then frees it."""
+    from cki.adapters import jax as adapter_module
+
+    class Memory:
+        pass
+
+    memory, synchronised = Memory(), []
+    alive = weakref.ref(memory)
+    monkeypatch.setattr(
+        adapter_module, "_synchronize_devices", lambda held: synchronised.extend(map(id, held))
+    )
+    lent = adapter_module._Output(memory)
+    expected = id(memory)
+    del memory, lent
+    gc.collect()
+    assert alive() is not None
+    ADAPTER.begin(["x"], [on_cpu(np.zeros(1, np.float32))])
+    assert synchronised == [expected]
+    assert alive() is None
+
+
 # ---------------------------------------------------------------- round trips
 
 
