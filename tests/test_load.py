@@ -1,0 +1,245 @@
+"""`cki.load`: reading a kernel's parameters, converting arguments, launching on tensors of any framework."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cki
+from cki import dtypes
+from cki.errors import CompileError, DeviceError, InvalidArgumentError, InvalidTypeError
+from cki.signature import Parameter, find_entry, parse_parameters
+from tests.conftest import DeviceUnderTest
+
+SCALE = """
+#include "common/types.cuh"
+using namespace cki;
+
+extern "C" __global__ void __launch_bounds__(kBlock)
+scale(const float* __restrict__ x, float* __restrict__ y, float factor, i64 n) {
+  const i64 i = i64{blockIdx.x} * kBlock + threadIdx.x;
+  if (i < n) y[i] = factor * x[i];
+}
+"""
+X = np.arange(1000, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("declaration", "parameter"),
+    [
+        ("const float* __restrict__ x", Parameter("x", "P", dtypes.f32, True)),
+        ("float *y", Parameter("y", "P", dtypes.f32)),
+        ("float const *x", Parameter("x", "P", dtypes.f32, True)),
+        ("unsigned char x[]", Parameter("x", "P", dtypes.u8)),
+        ("const __half* x", Parameter("x", "P", dtypes.f16, True)),
+        ("cki::bf16* x", Parameter("x", "P", dtypes.bf16)),
+        ("const Element* x", Parameter("x", "P", dtypes.e4m3, True)),
+        ("void* x", Parameter("x", "P")),
+        ("const float4* __restrict__ x", Parameter("x", "P", None, True)),
+        ("float** x", Parameter("x", "P", dtypes.f32)),
+        ("int n", Parameter("n", "i")),
+        ("const int n", Parameter("n", "i")),
+        ("unsigned n", Parameter("n", "I")),
+        ("unsigned int", Parameter("argument 0", "I")),
+        ("cki::u32 n", Parameter("n", "I")),
+        ("long long n", Parameter("n", "q")),
+        ("unsigned long long int n", Parameter("n", "Q")),
+        ("size_t n", Parameter("n", "Q")),
+        ("float factor", Parameter("factor", "f")),
+        ("double factor", Parameter("factor", "d")),
+        ("const __grid_constant__ TensorMap map", Parameter("map", "T")),
+        ("const __grid_constant__ cki::TensorMap map", Parameter("map", "T")),
+    ],
+)
+def test_parameter(declaration: str, parameter: Parameter) -> None:
+    assert parse_parameters(declaration, {"Element": dtypes.e4m3}, "k") == (parameter,)
+
+
+def test_parameters_that_cannot_be_read_are_all_named() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_parameters("const float* x, float4 v, bool flag, int n, std::array<int, 3> a", {}, "k")
+    text = str(caught.value)
+    for words in ("parameter 1: `float4 v`", "parameter 2: `bool flag`", "parameter 4", 'params="PPi"'):
+        assert words in text
+
+
+def test_no_parameters() -> None:
+    assert parse_parameters(" ", {}, "k") == ()
+    assert parse_parameters("void", {}, "k") == ()
+
+
+def test_entry_is_found_behind_attributes_and_comments() -> None:
+    text = """
+    // extern "C" __global__ void not_this(int a)
+    /* extern "C" __global__ void nor_this(int a) */
+    extern "C" __global__ void __launch_bounds__((256), 2) this_one(int a /* , int b */, float (*p)[4], int c) {}
+    """
+    name, parameters = find_entry(text, None, "k.cu")
+    assert name == "this_one"
+    assert parameters.count(",") == 2
+
+
+def test_entry_in_an_extern_block() -> None:
+    assert find_entry('extern "C" {\n__global__ void a(int x) { if (x) {} }\n}\n', None, "k.cu")[0] == "a"
+
+
+def test_entry_without_extern_c_is_explained() -> None:
+    with pytest.raises(InvalidArgumentError, match=r'lacks extern "C"'):
+        find_entry("__global__ void a(int x) {}", None, "k.cu")
+
+
+def test_several_entries_need_a_name() -> None:
+    text = 'extern "C" __global__ void a(int x) {}\nextern "C" __global__ void b(int x) {}'
+    with pytest.raises(InvalidArgumentError, match="2 kernels"):
+        find_entry(text, None, "k.cu")
+    assert find_entry(text, "b", "k.cu")[0] == "b"
+    with pytest.raises(InvalidArgumentError, match="its kernels: a, b"):
+        find_entry(text, "c", "k.cu")
+
+
+def test_text_and_file(device: DeviceUnderTest, tmp_path: Path) -> None:
+    path = tmp_path / "scale.cu"
+    path.write_text(SCALE)
+    for given in (SCALE, path, str(path)):
+        x, y = device.array(X), device.empty(X.shape, np.float32)
+        cki.load(given, constants={"kBlock": 128})(8, 128, x, y, 2.5, X.size)
+        np.testing.assert_array_equal(device.numpy(y), 2.5 * X)
+
+
+def test_header_beside_the_file(device: DeviceUnderTest, tmp_path: Path) -> None:
+    (tmp_path / "mine.cuh").write_text("#pragma once\n__device__ inline float twice(float x) { return 2.f * x; }\n")
+    (tmp_path / "k.cu").write_text(
+        '#include "mine.cuh"\nextern "C" __global__ void k(float* x) { x[threadIdx.x] = twice(x[threadIdx.x]); }\n'
+    )
+    x = device.array(X[:64])
+    cki.load(tmp_path / "k.cu")(1, 64, x)
+    np.testing.assert_array_equal(device.numpy(x), 2.0 * X[:64])
+
+
+def test_an_edited_file_is_compiled_again(device: DeviceUnderTest, tmp_path: Path) -> None:
+    path = tmp_path / "k.cu"
+    x = device.array(X[:32])
+    for value in (3.0, 4.0):
+        path.write_text(f'extern "C" __global__ void k(float* x) {{ x[threadIdx.x] = {value}f; }}\n')
+        cki.load(path)(1, 32, x)
+        np.testing.assert_array_equal(device.numpy(x), value)
+
+
+def test_every_number_type(device: DeviceUnderTest) -> None:
+    text = """
+    extern "C" __global__ void k(double* out, int a, unsigned b, long long c, unsigned long long d, float e, double f) {
+      out[0] = a; out[1] = b; out[2] = double(c); out[3] = double(d); out[4] = e; out[5] = f;
+    }"""
+    out = device.array(np.zeros(6))
+    values = (-5, 2**32 - 1, -(2**40), 2**50, 0.5, np.float64(1e300))
+    cki.load(text)(1, 1, out, *values)
+    np.testing.assert_array_equal(device.numpy(out), values)
+
+
+def test_null_pointer(device: DeviceUnderTest) -> None:
+    text = 'extern "C" __global__ void k(int* out, const float* maybe) { out[0] = maybe == nullptr; }'
+    out = device.array(np.zeros(1, np.int32))
+    cki.load(text)(1, 1, out, None)
+    assert device.numpy(out)[0] == 1
+
+
+def test_bad_arguments_are_all_named_before_any_launch(device: DeviceUnderTest) -> None:
+    kernel = cki.load(SCALE, constants={"kBlock": 128})
+    x = device.array(X.astype(np.float64))
+    y = device.empty(X.shape, np.float32)
+    with pytest.raises(InvalidArgumentError) as caught:
+        kernel(8, 128, x, y, "2.5", 1.5)
+    text = str(caught.value)
+    for words in ("x is a f64 tensor, the kernel takes f32*", "factor is str", "n is 1.5"):
+        assert words in text
+    assert np.isnan(device.numpy(y)).all()
+    with pytest.raises(InvalidTypeError, match="given 3 arguments, it takes 4"):
+        kernel(8, 128, y, y, 2.5)
+    with pytest.raises(InvalidArgumentError, match="out of range of long long"):
+        kernel(8, 128, y, y, 2.5, 2**63)
+    with pytest.raises(InvalidArgumentError, match="n is bool"):
+        kernel(8, 128, y, y, 2.5, True)
+    with pytest.raises(InvalidArgumentError, match="2048 threads"):
+        kernel(8, 2048, y, y, 2.5, 1)
+    with pytest.raises(InvalidTypeError, match="x is of type list"):
+        kernel(8, 128, [1.0], y, 2.5, 1)
+
+
+def test_read_only_array_for_a_written_parameter() -> None:
+    y = np.zeros_like(X)
+    y.flags.writeable = False
+    kernel = cki.load(SCALE, constants={"kBlock": 128})
+    with pytest.raises(InvalidTypeError, match="y is read-only"), cki.device("sim"):
+        kernel(8, 128, X, y, 2.5, X.size)
+    y.flags.writeable = True
+    with cki.device("sim"):
+        readonly = X.copy()
+        readonly.flags.writeable = False
+        kernel(8, 128, readonly, y, 2.0, X.size)
+    np.testing.assert_array_equal(y, 2.0 * X)
+
+
+def test_cpu_tensors_need_the_simulated_device() -> None:
+    with pytest.raises(DeviceError, match="current device is cuda"):
+        cki.load(SCALE, constants={"kBlock": 128})(8, 128, X, X.copy(), 2.5, X.size)
+
+
+def test_torch_tensors_on_the_simulated_device() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.arange(1000, dtype=torch.float32)
+    y = torch.empty_like(x)
+    with cki.device("sim"):
+        cki.load(SCALE, constants={"kBlock": 128})(8, 128, x, y, 2.5, x.numel())
+    assert torch.equal(y, 2.5 * x)
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+def test_torch_tensors_on_the_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.arange(1000, dtype=torch.float32, device="cuda")
+    y = torch.empty_like(x)
+    with torch.cuda.stream(torch.cuda.Stream()) as _:
+        cki.load(SCALE, constants={"kBlock": 128})(8, 128, x, y, 2.5, x.numel())
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(y, 2.5 * x)
+
+
+@pytest.mark.gpu
+def test_cuda_headers_on_the_gpu() -> None:
+    import cupy
+
+    text = """
+    #include <cuda_fp16.h>
+    extern "C" __global__ void k(const __half* x, __half* y, int n) {
+      int i = threadIdx.x;
+      if (i < n) y[i] = __hadd(x[i], x[i]);
+    }"""
+    x = cupy.arange(100, dtype="f2")
+    y = cupy.empty_like(x)
+    cki.load(text)(1, 128, x, y, 100)
+    np.testing.assert_array_equal(y.get(), 2 * np.arange(100, dtype=np.float16))
+
+
+def test_source_that_does_not_compile(device: DeviceUnderTest) -> None:
+    kernel = cki.load('extern "C" __global__ void k(int* x) {\n  nonsense(x);\n}')
+    with pytest.raises(CompileError, match="nonsense"):
+        kernel(1, 1, device.array(np.zeros(1, np.int32)))
+
+
+def test_missing_file() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"no kernel source /.*/gone\.cu"):
+        cki.load("gone.cu")
+
+
+def test_stated_parameters(device: DeviceUnderTest) -> None:
+    text = 'struct Odd { float v; };\nextern "C" __global__ void k(float* x, Odd o) { x[0] = o.v; }'
+    x = device.array(X[:1])
+    with pytest.raises(InvalidArgumentError, match="`Odd o`"):
+        cki.load(text)
+    cki.load(text, params="Pf")(1, 1, x, 7.5)
+    assert device.numpy(x)[0] == 7.5
+    with pytest.raises(InvalidArgumentError, match="unknown letters"):
+        cki.load(text, params="Px")
