@@ -307,10 +307,9 @@ def representative_specs(arch: str) -> list[KernelSpec]:
                 shape = RowShape(4096, width, size, itemsize, itemsize, inputs, **common)
                 add(op, dtype, dtype, shape, choose(shape, device))
         for width in (1024, 4096):
-            for inputs in (1, 2):
-                shape = RowShape(4096, width, 8, 2, 2, inputs, **common)
-                for config in candidates(shape, device):
-                    add(op, dtypes.bf16, dtypes.bf16, shape, config)
+            shape = RowShape(4096, width, 8, 2, 2, **common)
+            for config in candidates(shape, device):
+                add(op, dtypes.bf16, dtypes.bf16, shape, config)
         for width, inputs in ((32768, 1), (24576, 2)):
             widest = RowShape(4096, width, 8, 2, 2, inputs, **common)
             add(op, dtypes.bf16, dtypes.bf16, widest, choose(widest, device))
