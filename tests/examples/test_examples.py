@@ -29,7 +29,7 @@ def _cases():
             yield pytest.param(path, "cuda", id=f"{path.stem}-cuda", marks=[*marks, pytest.mark.gpu])
 
 
-@pytest.mark.parametrize(("path", "kind"), _cases())
+@pytest.mark.parametrize(("path", "kind"), list(_cases()))
 def test_example(path, kind, tmp_path):
     framework = NEEDS.get(path.stem)
     if framework and importlib.util.find_spec(framework) is None:

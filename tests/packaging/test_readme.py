@@ -36,7 +36,7 @@ def _cases():
             )
 
 
-@pytest.mark.parametrize(("block", "kind"), _cases())
+@pytest.mark.parametrize(("block", "kind"), list(_cases()))
 def test_block_runs(block, kind, tmp_path):
     pytest.importorskip(framework_of(block))
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import email
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -19,6 +22,10 @@ from tests.packaging.environments import (
 
 DEVICE_SUFFIXES = {".cu", ".cuh", ".h", ".cpp", ".S"}
 FRAMEWORKS = ("cupy", "torch", "tensorflow", "keras", "jax", "transformers", "numba", "pycuda")
+
+#: The cache of the whole test run.  Its keys are the device sources' contents: what was built from the checkout serves
+#: an installed copy exactly when that copy holds the same files.
+CACHE = os.environ["CKI_CACHE_DIR"]
 
 RUN_A_KERNEL = """
 import numpy as np
@@ -91,7 +98,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def test_wheel_runs_a_kernel_in_a_clean_environment(installed, tmp_path):
-    where = run_python(installed, RUN_A_KERNEL, tmp_path, CKI_CACHE_DIR=str(tmp_path / "cache"))
+    where = run_python(installed, RUN_A_KERNEL, tmp_path, CKI_CACHE_DIR=CACHE)
     assert Path(where.strip()).is_relative_to(installed.parents[1])
 
 
@@ -103,16 +110,12 @@ def test_import_needs_and_imports_no_framework(installed, tmp_path):
 
 def test_import_leaves_installed_frameworks_alone(tmp_path):
     """In the test environment, where frameworks are installed, `import cki` loads none of them."""
-    import sys
-
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import cki; print(*sys.modules)"
     loaded = {name.split(".")[0] for name in run_python(Path(sys.executable), code, tmp_path).split()}
     assert not loaded & (set(FRAMEWORKS) - {"cupy"})
 
 
 def test_command_line_is_installed(installed, tmp_path):
-    import subprocess
-
     done = subprocess.run(
         [str(installed.parent / "cki"), "list-kernels"],
         cwd=tmp_path,
@@ -142,4 +145,4 @@ def test_editable_install_finds_adapters_and_device_code(tmp_path):
     adapters, cuda_src = run_python(python, code, elsewhere).split()
     assert Path(adapters) == project / "adapters"
     assert Path(cuda_src) == project / "cuda_src"
-    run_python(python, RUN_A_KERNEL, elsewhere, CKI_CACHE_DIR=str(tmp_path / "cache"))
+    run_python(python, RUN_A_KERNEL, elsewhere, CKI_CACHE_DIR=CACHE)
