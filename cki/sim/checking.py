@@ -16,7 +16,8 @@ class Checks:
         memory hold NaN, threads run in an order drawn from `seed`.
     hazards: operands of work in flight that are read or overwritten are reported.
     races: conflicting accesses to shared memory that no barrier orders are reported (builds an instrumented kernel).
-    bounds: accesses outside the launch's tensors, its shared memory or an array of known size are reported (the same build).
+    bounds: accesses outside the launch's tensors, its shared memory or an array of known size are reported (the same
+        build).
     seed: of the adversarial order; the same seed gives the same order whatever the number of OS threads.
     """
 
@@ -53,7 +54,12 @@ def current() -> Checks:
 
 @contextlib.contextmanager
 def checks(
-    *, adversarial: bool = False, hazards: bool = False, races: bool = False, bounds: bool = False, seed: int = 0
+    *,
+    adversarial: bool = False,
+    hazards: bool = False,
+    races: bool = False,
+    bounds: bool = False,
+    seed: int = 0,
 ) -> Iterator[Checks]:
     """All launches on the simulated device inside the `with` are checked; see `Checks` for the arguments."""
     chosen = Checks(adversarial, hazards, races, bounds, seed)

@@ -1,7 +1,8 @@
 """From a code address to file and line, with the calls that were inlined there: DWARF 4 read without binutils.
 
-Only what the reports need: the line table of .debug_line, and the tree of inlined calls of .debug_info (DW_TAG_subprogram,
-DW_TAG_inlined_subroutine).  Kernels are compiled with `-g1 -gdwarf-4`.  Specification: DWARF Debugging Information Format 4.
+Only what the reports need: the line table of .debug_line, and the tree of inlined calls of .debug_info
+(DW_TAG_subprogram, DW_TAG_inlined_subroutine).  Kernels are compiled with `-g1 -gdwarf-4`.  Specification: DWARF
+Debugging Information Format, version 4.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from pathlib import Path
 
 from cki.sim.elf import ElfFile
 
-Frame = tuple[str, int]   # file, line
+Frame = tuple[str, int]  # file, line
 
 _SUBPROGRAM, _INLINED = 0x2E, 0x1D
 _LOW_PC, _HIGH_PC, _RANGES, _STMT_LIST, _CALL_FILE, _CALL_LINE = 0x11, 0x12, 0x55, 0x10, 0x58, 0x59
 _ADDRESS_FORM = 0x01
-_FIXED_FORMS = {0x0B: 1, 0x11: 1, 0x0C: 1, 0x05: 2, 0x12: 2, 0x06: 4, 0x13: 4, 0x0E: 4, 0x17: 4, 0x07: 8, 0x14: 8, 0x20: 8}
+_FIXED_FORMS = {
+    0x0B: 1, 0x11: 1, 0x0C: 1, 0x05: 2, 0x12: 2, 0x06: 4, 0x13: 4, 0x0E: 4, 0x17: 4, 0x07: 8, 0x14: 8, 0x20: 8,
+}  # fmt: skip
 _ULEB_FORMS, _SLEB, _STRING, _FLAG_PRESENT = (0x0F, 0x15), 0x0D, 0x08, 0x19
 _BLOCK_SIZES = {0x0A: 1, 0x03: 2, 0x04: 4}
 _ULEB_BLOCKS = (0x09, 0x18)
@@ -144,7 +147,7 @@ class _Call:
         return any(low <= address < high for low, high in self.ranges)
 
 
-_Abbreviation = tuple[int, bool, list[tuple[int, int]]]   # tag, has children, (attribute, form)
+_Abbreviation = tuple[int, bool, list[tuple[int, int]]]  # tag, has children, (attribute, form)
 
 
 def _read_abbreviations(data: bytes, at: int) -> dict[int, _Abbreviation]:
@@ -236,14 +239,13 @@ class LineTable:
                 continue
             tag, has_children, attributes = abbreviations[code]
             values = {name: (_read_form(unit, form), form) for name, form in attributes}
-            if _STMT_LIST in values:   # the unit itself
+            if _STMT_LIST in values:  # the unit itself
                 base = values.get(_LOW_PC, (0, 0))[0]
                 files = self._programs[values[_STMT_LIST][0]].files
             call = None
             if tag in (_SUBPROGRAM, _INLINED):
-                call = _Call(
-                    self._code_ranges(values, base), values.get(_CALL_FILE, (0, 0))[0], values.get(_CALL_LINE, (0, 0))[0]
-                )
+                file, line = values.get(_CALL_FILE, (0, 0))[0], values.get(_CALL_LINE, (0, 0))[0]
+                call = _Call(self._code_ranges(values, base), file, line)
                 parent = next((c for c in reversed(open_entries) if c), None)
                 if tag == _SUBPROGRAM:
                     self._functions.append((call, files))

@@ -1,4 +1,4 @@
-"""Just enough of ELF to do without binutils: sections, symbols and the thread-local segment of a 64-bit little-endian file."""
+"""Just enough of ELF to do without binutils: sections, symbols, the thread-local segment (64-bit, little-endian)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class ElfFile:
         if self.data[:6] != b"\x7fELF\x02\x01":
             raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
         (self._segments_at, sections_at) = struct.unpack_from("<QQ", self.data, 32)
-        self._segment_count, section_size, section_count, names_index = struct.unpack_from("<HHHH", self.data, 56)
+        self._segment_count, section_size, section_count, names_index = struct.unpack_from(
+            "<HHHH", self.data, 56
+        )
         raw = [_SECTION.unpack_from(self.data, sections_at + i * section_size) for i in range(section_count)]
         names_at = raw[names_index][4] if raw else 0
         self.sections = [
@@ -70,7 +72,13 @@ class ElfFile:
             for at in range(section.offset, section.offset + section.size, _SYMBOL.size):
                 name, info, _, index, value, size = _SYMBOL.unpack_from(self.data, at)
                 found.append(
-                    Symbol(self._string(strings + name), value, size, info & 15 == _TLS_SYMBOL, index != _UNDEFINED)
+                    Symbol(
+                        self._string(strings + name),
+                        value,
+                        size,
+                        info & 15 == _TLS_SYMBOL,
+                        index != _UNDEFINED,
+                    )
                 )
         return found
 

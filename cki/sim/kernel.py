@@ -17,8 +17,8 @@ from cki.sim.elf import ElfFile
 DYNAMIC_AREA = 232448
 _DYNAMIC = "cki_sim_dynamic_area"
 
-# The entry takes cuLaunchKernel's argument array. Asking for the address of the dynamic area on an OS thread is what makes
-# that thread's shared memory.
+# The entry takes cuLaunchKernel's argument array. Asking for the address of the dynamic area on an OS thread is what
+# makes that thread's shared memory.
 _EPILOGUE = """
 #line 1 "cki_sim_entry"
 extern thread_local unsigned char {dynamic}[];
@@ -35,16 +35,19 @@ def _kernel_flags(instrumented: bool) -> list[str]:
     is_clang = toolchain.find_compiler().is_clang
     flags = [
         *toolchain.common_flags(), "-O2", "-w",
-        # Line numbers and inlined calls, for the reports; DWARF 4 is what cki/sim/dwarf.py reads.
+        # Line numbers and inlined calls, for the reports; DWARF 4 is what cki/sim/dwarf.py reads. Two calls on two
+        # lines stay two calls (here and below).
         "-g1", "-gdwarf-4", "-fno-optimize-sibling-calls",
     ]  # fmt: skip
-    if not is_clang:
+    if is_clang:
+        flags += ["-mllvm", "-simplifycfg-sink-common=false", "-mllvm", "-enable-tail-merge=false"]
+    else:
         # `extern thread_local` arrays are plain data: no initialisation function; template statics belong to their own
-        # module; two calls on two lines stay two calls.
+        # module.
         flags += ["-fno-extern-tls-init", "-fno-gnu-unique", "-fno-crossjumping", "-fno-tree-tail-merge"]
     if instrumented:
         flags += _INSTRUMENT
-        volatile = "tsan-distinguish-volatile=1"   # volatile accesses count as relaxed atomics
+        volatile = "tsan-distinguish-volatile=1"  # volatile accesses count as relaxed atomics
         flags += ["-mllvm", f"-{volatile}"] if is_clang else ["--param", volatile]
     return flags
 
@@ -52,9 +55,8 @@ def _kernel_flags(instrumented: bool) -> list[str]:
 def _dynamic_area_source(undefined: Sequence[str]) -> str:
     """Assembly that defines every `extern __shared__` array of the kernel as the same, 1024-aligned, area."""
     names = "".join(f'.globl "{n}"\n.hidden "{n}"\n.type "{n}", %object\n"{n}":\n' for n in undefined)
-    return (
-        f'.section .tbss,"awT",%nobits\n.balign 1024\n{names}.zero {DYNAMIC_AREA}\n.section .note.GNU-stack,"",%progbits\n'
-    )
+    area = f'.section .tbss,"awT",%nobits\n.balign 1024\n{names}.zero {DYNAMIC_AREA}\n'
+    return area + '.section .note.GNU-stack,"",%progbits\n'
 
 
 class SimKernel:
@@ -151,7 +153,11 @@ def compile_kernel(
     Raises CompileError with the compiler's words, or with what to install when there is no compiler.
     """
     kernel = SimKernel(
-        source, entry, name, [Path(d) for d in include_dirs], os.fspath(cache_dir) if cache_dir is not None else None
+        source,
+        entry,
+        name,
+        [Path(d) for d in include_dirs],
+        os.fspath(cache_dir) if cache_dir is not None else None,
     )
     kernel.build()
     return kernel

@@ -63,8 +63,7 @@ def _geometry(
         )
     if problems:
         raise InvalidArgumentError("launch on the simulated device refused", problems)
-    result = runtime.Config(g, b, c, smem, checks.bits, cooperative, os_threads(), checks.seed)
-    return result
+    return runtime.Config(g, b, c, smem, checks.bits, cooperative, os_threads(), checks.seed)
 
 
 def launch(
@@ -85,11 +84,11 @@ def launch(
     argv: cuLaunchKernel's argument array: one pointer for each kernel parameter, to the parameter's value.
     cooperative: all blocks are resident together and may wait for each other.
     checks: what to look for; None takes the checks of the surrounding `with cki.sim.checks(...)`.
-    extents: (address, bytes) of each tensor that the kernel may touch, for `Checks.bounds`; without any, the check covers
-        shared memory and arrays of known size alone.
+    extents: (address, bytes) of each tensor that the kernel may touch, for `Checks.bounds`; without any, the check
+        covers shared memory and arrays of known size alone.
 
-    Raises InvalidArgumentError for an impossible geometry (nothing has run), SimulationError with the report when a check
-    found something or the kernel could not go on (a deadlock, a trap): outputs are then undefined.
+    Raises InvalidArgumentError for an impossible geometry (nothing has run), SimulationError with the report when a
+    check found something or the kernel could not go on (a deadlock, a trap): outputs are then undefined.
     """
     if checks is None:
         checks = current()
@@ -104,4 +103,6 @@ def launch(
     words = ctypes.string_at(text.value or 0).decode() if findings else ""
     library.cki_sim_free(text)
     if findings:
-        raise SimulationError(f"kernel {kernel.entry}: the simulated device found faults\n{report.resolve(words)}")
+        raise SimulationError(
+            f"kernel {kernel.entry}: the simulated device found faults\n{report.resolve(words)}"
+        )

@@ -11,8 +11,7 @@ from cki.sim.dwarf import LineTable
 _SITE = re.compile(r" @(\S+)\+(0x[0-9a-f]+)")
 
 #: Parts of the simulation itself: a call inlined from there is shown as its caller in the kernel.
-_OWN = ("/sim/ptx/", "/ptx/", "cuda_builtins.h", "cki_sim_entry")
-_OWN_DIRECTORY = "/cuda_src/sim/"
+_OWN = ("cuda_src/sim/", "cki_sim_entry")
 
 
 @functools.lru_cache(maxsize=32)
@@ -21,7 +20,7 @@ def _lines(module: str) -> LineTable:
 
 
 def _is_own(file: str) -> bool:
-    return _OWN_DIRECTORY in file or any(part in file for part in _OWN)
+    return any(part in file for part in _OWN)
 
 
 def _place(match: re.Match[str]) -> str:

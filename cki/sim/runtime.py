@@ -82,7 +82,16 @@ def _build(working: Path, result: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, _sources()))
     toolchain.run_compiler(
-        ["-shared", "-pthread", "-Wl,-z,defs", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(result), "-ldl"],
+        [
+            "-shared",
+            "-pthread",
+            "-Wl,-z,defs",
+            "-Wl,-Bsymbolic",
+            *map(str, objects),
+            "-o",
+            str(result),
+            "-ldl",
+        ],
         "the runtime library",
     )
 

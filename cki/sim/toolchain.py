@@ -1,8 +1,9 @@
 """The host compiler of the simulated device, and the flags that its two builds (runtime, kernels) share.
 
-The instruction set is fixed, not `-march=native`: a result must not depend on whose machine compiled it.  It is x86-64-v3
-(AVX2, FMA: every x86 server since 2015), because CUDA contracts a*b+c into a fused multiply-add and so must the
-simulation; a CPU without it gets x86-64-v2 and, with that, slower and slightly different sums.  AArch64 always has FMA.
+The instruction set is fixed, not `-march=native`: a result must not depend on whose machine compiled it.  It is
+x86-64-v3 (AVX2, FMA: every x86 server since 2015), because CUDA contracts a*b+c into a fused multiply-add and so must
+the simulation; a CPU without it gets x86-64-v2 and, with that, slower and slightly different sums.  AArch64 always has
+FMA.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ def find_compiler() -> Compiler:
         path = shutil.which(name)
         if path is None:
             continue
-        version = subprocess.run([path, "--version"], capture_output=True, text=True, env=_environment(), check=False)
+        version = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, env=_environment(), check=False
+        )
         if version.returncode != 0:
             continue
         first_line = version.stdout.splitlines()[0] if version.stdout else ""
         modified = os.stat(os.path.realpath(path)).st_mtime_ns
-        return Compiler(path, "clang" in version.stdout.lower(), f"{os.path.realpath(path)} {modified} {first_line}")
+        return Compiler(
+            path, "clang" in version.stdout.lower(), f"{os.path.realpath(path)} {modified} {first_line}"
+        )
     raise CompileError(
         f"the simulated device needs a C++17 compiler and found none (tried {', '.join(dict.fromkeys(candidates))}).\n"
         "  hint: install g++ (Debian and Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) or clang++, "
@@ -78,7 +83,9 @@ def architecture_flags() -> tuple[str, ...]:
 
 def common_flags() -> list[str]:
     """For the runtime and kernels alike."""
-    return ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=fast", *architecture_flags()]
+    return [
+        "-std=c++17", "-fPIC", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=fast", *architecture_flags(),
+    ]  # fmt: skip
 
 
 def _environment() -> dict[str, str]:
@@ -92,4 +99,6 @@ def run_compiler(arguments: list[str], what: str) -> None:
         [find_compiler().command, *arguments], capture_output=True, text=True, env=_environment(), check=False
     )
     if result.returncode != 0:
-        raise CompileError(f"compiling {what} for the simulated device failed:\n{result.stderr.strip()[:8000]}")
+        raise CompileError(
+            f"compiling {what} for the simulated device failed:\n{result.stderr.strip()[:8000]}"
+        )

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from tests.sim.harness import kernel, report, run
 
 from cki.sim import Checks
+from tests.sim.harness import kernel, report, run
 
 FILE = "builtins.cu"
 M32 = 0xFFFFFFFF
@@ -43,11 +43,15 @@ def test_float_functions():
 def test_indices_in_three_dimensions():
     u = np.zeros(2 * 3 * 2 * 24, np.uint32)
     run(kernel(FILE, "indices"), (2, 3, 2), (4, 3, 2), u)
-    expected = [b << 16 | z << 8 | y << 4 | x for b in range(12) for z in range(2) for y in range(3) for x in range(4)]
+    expected = [
+        b << 16 | z << 8 | y << 4 | x for b in range(12) for z in range(2) for y in range(3) for x in range(4)
+    ]
     assert u.tolist() == expected
 
 
-@pytest.mark.parametrize("checks", [Checks(), *(Checks(adversarial=True, seed=s) for s in range(3)), Checks.all(1)])
+@pytest.mark.parametrize(
+    "checks", [Checks(), *(Checks(adversarial=True, seed=s) for s in range(3)), Checks.all(1)]
+)
 def test_atomics_of_many_blocks(checks):
     n = 8 * 64
     i = np.array([0, 0, -1000, 1000], np.int32)
@@ -77,5 +81,5 @@ def test_shared_layout():
     u = np.zeros(4, np.uint32)
     run(kernel(FILE, "shared_layout"), 1, 32, u, smem=64, checks=Checks.all())
     assert u[0] % 1024 == 0
-    assert u[0] >= 1024   # the first KB is the system's
+    assert u[0] >= 1024  # the first KB is the system's
     assert u[1:].tolist() == [0, 0, 5]

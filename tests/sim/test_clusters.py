@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.sim.harness import kernel, line_of, report, run, sound_checks
 
 from cki.errors import InvalidArgumentError
 from cki.sim import Checks
+from tests.sim.harness import kernel, line_of, report, run, sound_checks
 
 FILE = "clusters.cu"
 ORDERS = [Checks(), *(Checks(adversarial=True, hazards=True, seed=s) for s in range(6)), Checks.all(7)]
@@ -124,7 +124,16 @@ def test_polling_with_votes_for_a_flag_that_nobody_sets():
 def test_last_block_sums(checks):
     x = np.arange(30, dtype=np.float32)
     y = np.zeros(1, np.float32)
-    run(kernel(FILE, "last_block"), 30, 64, x, np.zeros(30, np.float32), np.zeros(1, np.uint32), y, checks=checks)
+    run(
+        kernel(FILE, "last_block"),
+        30,
+        64,
+        x,
+        np.zeros(30, np.float32),
+        np.zeros(1, np.uint32),
+        y,
+        checks=checks,
+    )
     assert y[0] == x.sum()
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.sim.harness import kernel, run
 
 from cki import sim
 from cki.errors import CkiError, CompileError, InvalidArgumentError
 from cki.sim import Checks, toolchain
 from cki.sim.dwarf import LineTable
 from cki.sim.elf import ElfFile
+from tests.sim.harness import kernel, run
 
 ADD = """
 #include "add.cuh"
@@ -72,20 +72,23 @@ def test_cache_key_follows_headers(tmp_path):
     assert built_files(cache) == first
     assert compile_and_run("__device__ inline float plus(float x) { return x + 1; }") == 2.0
     assert len(built_files(cache)) == 2
-    assert not [p for p in (cache / "sim").iterdir() if p.is_dir()]   # working directories are gone
+    assert not [p for p in (cache / "sim").iterdir() if p.is_dir()]  # working directories are gone
 
 
 def test_read_only_cache_directory(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     y = np.zeros(1, np.float32)
-    built = sim.compile_kernel('extern "C" __global__ void one(float* y) { *y = 1; }', "one", cache_dir=blocked / "x")
+    built = sim.compile_kernel(
+        'extern "C" __global__ void one(float* y) { *y = 1; }', "one", cache_dir=blocked / "x"
+    )
     run(built, 1, 1, y)
     assert y[0] == 1.0
 
 
 def test_many_processes_build_one_kernel(tmp_path):
-    program = textwrap.dedent("""
+    program = textwrap.dedent(
+        """
         import ctypes, numpy as np
         from cki import sim
         k = sim.compile_kernel('extern "C" __global__ void k(float* y) { *y = 7; }', "k", cache_dir=%r)
@@ -93,7 +96,9 @@ def test_many_processes_build_one_kernel(tmp_path):
         p = ctypes.c_void_p(y.ctypes.data)
         sim.launch(k, 1, 1, (ctypes.c_void_p * 1)(ctypes.addressof(p)))
         assert y[0] == 7
-    """ % str(tmp_path))  # noqa: UP031
+    """
+        % str(tmp_path)
+    )  # noqa: UP031
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     running = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(4)]
     assert [p.wait() for p in running] == [0] * 4
@@ -103,7 +108,7 @@ def test_many_processes_build_one_kernel(tmp_path):
 def test_launch_in_a_forked_child():
     built = kernel("races.cu", "order")
     y = np.zeros(10 * 128, np.int32)
-    run(built, 10, 128, y)   # the pool's threads exist now
+    run(built, 10, 128, y)  # the pool's threads exist now
     child = os.fork()
     if child == 0:
         try:
@@ -147,7 +152,9 @@ def test_line_table_of_inlined_calls():
         """)
     built = sim.compile_kernel(source, "lines")
     y = np.zeros(8, np.float32)
-    with pytest.raises(sim.SimulationError, match=r"at lines.cu:2, inlined at lines.cu:5, inlined at lines.cu:8"):
+    with pytest.raises(
+        sim.SimulationError, match=r"at lines.cu:2, inlined at lines.cu:5, inlined at lines.cu:8"
+    ):
         run(built, 1, 1, y, checks=Checks(bounds=True))
     table = LineTable(built.build(True).path)
     assert table.frames(0) == []

@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 import pytest
-from tests.sim.harness import kernel, line_of, report, run, sound_checks
 
 from cki.sim import Checks
+from tests.sim.harness import kernel, line_of, report, run, sound_checks
 
 FILE = "faults.cu"
 X = np.linspace(0.5, 1.5, 256, dtype=np.float32)
@@ -48,7 +48,9 @@ def test_block_sum_is_right():
 
 @pytest.mark.parametrize("fault", [1, 2])
 def test_missing_syncthreads_is_a_race_on_the_plain_order(fault):
-    text = report(kernel(FILE, "block_sums"), 1, 256, X, np.zeros(256, np.float32), fault, checks=Checks(races=True))
+    text = report(
+        kernel(FILE, "block_sums"), 1, 256, X, np.zeros(256, np.float32), fault, checks=Checks(races=True)
+    )
     assert "RACE" in text
     assert line_of(FILE, "write part") in text
     assert line_of(FILE, "read part") in text
@@ -69,7 +71,9 @@ def test_missing_syncthreads_changes_the_numbers_of_adversarial_runs(fault):
 
 @pytest.mark.parametrize("fault", [1, 2], ids=["no __syncwarp", "shuffle instead of __syncwarp"])
 def test_missing_syncwarp(fault):
-    text = report(kernel(FILE, "warp_exchange"), 1, 32, np.zeros(32, np.float32), fault, checks=Checks(races=True))
+    text = report(
+        kernel(FILE, "warp_exchange"), 1, 32, np.zeros(32, np.float32), fault, checks=Checks(races=True)
+    )
     assert line_of(FILE, "write values") in text
     assert line_of(FILE, "read values") in text
 
@@ -92,7 +96,10 @@ def test_wrong_warp_masks(fault, words, markers):
 def test_deadlock_at_a_named_barrier_names_every_wait():
     text = report(kernel(FILE, "named_barrier"), 1, 128, np.zeros(128, np.float32), 1, checks=Checks())
     assert "DEADLOCK" in text
-    assert f"threads 0-76: wait at barrier 1 (127 of 128 threads arrived) at {line_of(FILE, 'named barrier')}" in text
+    assert (
+        f"threads 0-76: wait at barrier 1 (127 of 128 threads arrived) at {line_of(FILE, 'named barrier')}"
+        in text
+    )
     assert "thread 77: exited" in text
     assert "threads 78-127" in text
 
@@ -107,8 +114,8 @@ def test_mismatched_barrier_counts():
     ("fault", "marker", "words"),
     [
         (1, "dynamic shared", "of the 256 bytes of dynamic shared memory"),
-        (2, "static shared", "index 33 of an array of type 'float [32]'"),
-        (3, "local array", "index 5 of an array of type 'float [4]'"),
+        (2, "static shared", "index 33 of an array of type 'float[32]'"),
+        (3, "local array", "index 5 of an array of type 'float[4]'"),
         (4, "read global", "read of 4 bytes at offset 256 of a tensor of 256 bytes"),
         (5, "write global", "write of 4 bytes, 4 bytes before a tensor of 256 bytes"),
     ],
@@ -120,5 +127,5 @@ def test_out_of_bounds(fault, marker, words):
     text = report(kernel(FILE, "bounds"), 1, 64, x, y, 64, fault, smem=256, checks=Checks(bounds=True))
     assert "OUT OF BOUNDS" in text
     assert "thread 63" in text
-    assert words in text
+    assert words in text.replace("float [", "float[")  # GCC and Clang write types differently
     assert line_of(FILE, marker) in text

@@ -1,4 +1,4 @@
-"""The fiber switches: this machine's assembly, the ucontext fallback, and AArch64's under an emulator where there is one."""
+"""The fiber switches: this machine's assembly, the ucontext fallback, and AArch64's where there is an emulator."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import shutil
 import subprocess
 
 import pytest
-from tests.sim.harness import KERNELS
 
 from cki.sim import runtime, toolchain
+from tests.sim.harness import KERNELS
 
-SOURCES = [KERNELS / "fibers.cpp", *(runtime.source_dir() / "runtime" / f for f in ("fiber.cpp", "switch_x86_64.S", "switch_aarch64.S"))]
-FLAGS = ["-std=c++17", "-O2", "-I", str(runtime.source_dir() / "runtime")]
+RUNTIME = runtime.source_dir() / "runtime"
+SOURCES = [
+    KERNELS / "fibers.cpp",
+    *(RUNTIME / f for f in ("fiber.cpp", "switch_x86_64.S", "switch_aarch64.S")),
+]
+FLAGS = ["-std=c++17", "-O2", "-I", str(RUNTIME)]
 
 
 def build(compiler: str, program, *flags: str) -> None:
@@ -27,6 +31,8 @@ def test_switch_of_this_machine(tmp_path, flags):
 def test_switch_of_aarch64(tmp_path):
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if not compiler or not emulator:
-        pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)")
+        pytest.skip(
+            "needs aarch64-linux-gnu-g++ and qemu-aarch64 (apt-get install g++-aarch64-linux-gnu qemu-user)"
+        )
     build(compiler, tmp_path / "fibers", "-static")
     assert subprocess.run([emulator, str(tmp_path / "fibers")], check=False).returncode == 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.sim.harness import kernel, line_of, report, run, sound_checks
 
 from cki import sim
 from cki.sim import Checks
+from tests.sim.harness import kernel, line_of, report, run, sound_checks
 
 FILE = "races.cu"
 
@@ -74,4 +74,4 @@ def test_checks_of_a_with_block_apply_to_launches_inside():
 def test_findings_are_written_once_a_place():
     text = report(kernel(FILE, "broadcast"), 1, 64, np.zeros(64, np.int32), 1, checks=Checks(races=True))
     lines = [line for line in text.splitlines() if line.startswith("RACE")]
-    assert 1 <= len(lines) <= 4
+    assert 1 <= len(lines) <= 8  # one a pair of instructions, not one a thread

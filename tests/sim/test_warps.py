@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.sim.harness import kernel, line_of, report, run, sound_checks
 
 from cki.sim import Checks
+from tests.sim.harness import kernel, line_of, report, run, sound_checks
 
 FILE = "warps.cu"
 ORDERS = [Checks(), *(Checks(adversarial=True, hazards=True, seed=s) for s in range(6)), Checks.all(7)]
@@ -36,7 +36,8 @@ def test_votes_matches_and_reductions():
     bits = lambda chosen: sum(1 << int(i) for i in lanes[chosen])  # noqa: E731
     full = 0xFFFFFFFF
     expected = [
-        np.full(32, bits(lanes % 3 == 0)), np.full(32, 3), np.full(32, 0), [bits(lanes % 5 == i % 5) for i in range(32)],
+        np.full(32, bits(lanes % 3 == 0)), np.full(32, 3), np.full(32, 0),
+        [bits(lanes % 5 == i % 5) for i in range(32)],
         np.full(32, (full + 1) & full), np.full(32, 0), np.full(32, 496), np.full(32, -16 & full), np.full(32, 15),
         np.full(32, full), np.full(32, 4 + 31000 + 100000 * int(np.bitwise_xor.reduce(lanes + 1))), np.full(32, 1),
     ]  # fmt: skip
@@ -77,7 +78,9 @@ def test_producer_and_consumer_at_named_barriers():
 
 
 def test_overwriting_a_buffer_that_is_still_read_is_a_race():
-    text = report(kernel(FILE, "producer_consumer"), 1, 128, np.zeros(64, np.float32), 5, 1, checks=Checks(races=True))
+    text = report(
+        kernel(FILE, "producer_consumer"), 1, 128, np.zeros(64, np.float32), 5, 1, checks=Checks(races=True)
+    )
     assert line_of(FILE, "produce") in text
     assert line_of(FILE, "consume") in text
 
