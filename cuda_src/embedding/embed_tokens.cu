@@ -6,8 +6,9 @@
 //
 // token_ids, positions, type_ids: [sequences, length] of Index, PositionIndex, TypeIndex (i32 or i64) with two strides each
 // (0 where one row serves all sequences). Tables: [entries, width], rows `*_stride` elements apart, dense within a row.
-// out: [sequences, length, width] with three strides; kVectorSize is 1 where its last axis is not dense. Bytes moved a token: width * sizeof(Element) * (tables + 1); position and type rows are
-// used again and again and come from L2.
+// out: [sequences, length, width] with three strides; kVectorSize is 1 where its last axis is not dense.
+// Bytes moved a token: width * sizeof(Element) * (tables + 1); position and type rows are used again and again and come
+// from L2.
 //
 // Work: a token belongs to kThreadsPerToken neighbouring threads, which walk over its vectors; a block holds
 // kThreads / kThreadsPerToken tokens and walks over the tokens in steps of the grid.

@@ -1,9 +1,9 @@
 // RMS norm of rows that do not fit in a block's registers. Formula, arguments and roundings as in rms_norm.cu.
 //
 // One block a row; a pass for the sum of squares and one for the output. The second reads the row from L2: the rows in
-// flight take 132 SMs * 128 KB = 17 MB at 64K bf16 elements, under an H200's 60 MB. Bytes from memory a row as in rms_norm.cu,
-// and as much again from L2. The largest magnitude is taken along, so that a row whose squares leave the range of fp32
-// (fp32_range.cuh) costs one more pass and no second kernel.
+// flight take 132 SMs * 128 KB = 17 MB at 64K bf16 elements, under an H200's 60 MB. Bytes from memory a row as in
+// rms_norm.cu, and half as many again from L2. The largest magnitude is taken along, so that a row whose squares leave the
+// range of fp32 (fp32_range.cuh) costs one more pass and no second kernel.
 #include "norm/fp32_range.cuh"
 #include "norm/row_address.cuh"
 #include "norm/row_in_memory.cuh"
