@@ -95,7 +95,7 @@ def launch(
     build = kernel.build(checks.needs_instrumented_kernel)
     settings = _geometry(build, grid, block, smem, cluster, cooperative, checks)
     if extents and checks.bounds:
-        settings.extents = (runtime.Extent * len(extents))(*extents)
+        settings.extents = (runtime.Extent * len(extents))(*(runtime.Extent(*extent) for extent in extents))
         settings.extent_count = len(extents)
     library = runtime.library()
     text = ctypes.c_void_p()

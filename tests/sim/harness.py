@@ -29,7 +29,7 @@ def kernel(file: str, entry: str) -> sim.SimKernel:
 def arguments(
     values: tuple[Any, ...],
 ) -> tuple[ctypes.Array[ctypes.c_void_p], list[tuple[int, int]], list[Any]]:
-    """The argument array of arrays (by address), ints (32 bits) and floats; the arrays' extents; what must stay alive."""
+    """The argument array of arrays (by address), 32-bit ints and floats; the arrays' extents; what must stay alive."""
     kept: list[Any] = []
     extents = []
     for value in values:

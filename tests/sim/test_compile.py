@@ -87,18 +87,15 @@ def test_read_only_cache_directory(tmp_path):
 
 
 def test_many_processes_build_one_kernel(tmp_path):
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent(f"""
         import ctypes, numpy as np
         from cki import sim
-        k = sim.compile_kernel('extern "C" __global__ void k(float* y) { *y = 7; }', "k", cache_dir=%r)
+        k = sim.compile_kernel('extern "C" __global__ void k(float* y) {{ *y = 7; }}', "k", cache_dir={str(tmp_path)!r})
         y = np.zeros(1, np.float32)
         p = ctypes.c_void_p(y.ctypes.data)
         sim.launch(k, 1, 1, (ctypes.c_void_p * 1)(ctypes.addressof(p)))
         assert y[0] == 7
-    """
-        % str(tmp_path)
-    )  # noqa: UP031
+        """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     running = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(4)]
     assert [p.wait() for p in running] == [0] * 4
