@@ -101,9 +101,10 @@ class TorchAdapter(Adapter):
         except KeyError:
             raise InvalidTypeError(f"PyTorch {torch.__version__} has no dtype for {dtype}") from None
         if stream is None and type(like) is not TensorView:
-            return like.new_empty(
-                shape, dtype=torch_dtype
-            )  # a third faster than torch.empty, and of like's device
+            # Of like's device.  empty_like takes a third of the time of torch.empty, new_empty two thirds.
+            if like.shape == shape and like.dtype is torch_dtype and like.is_contiguous():
+                return torch.empty_like(like)
+            return like.new_empty(shape, dtype=torch_dtype)
         device = like.device
         if type(device) is DeviceId:
             device = torch.device("cuda", device.index) if device.kind == "cuda" else _CPU

@@ -135,13 +135,14 @@ def _constant(letter: str, value: ArgumentValue) -> bytes | None:
 class ArgumentBlock:
     """One copy of a plan's argument memory.  Belongs to one call at a time.
 
+    has_addresses_only: `pack_into(memory, 0, *pointers)` does all that `fill` does.
     arrays: for each step, its array of parameter pointers.  parameters: the addresses of those (`kernelParams`).
     """
 
     def __init__(self, layout: ArgumentLayout, encode: EncodeTensorMap) -> None:
         self._raw = ctypes.create_string_buffer(layout.nbytes + 128)
         self._base = (ctypes.addressof(self._raw) + 127) // 128 * 128
-        self._memory = (ctypes.c_char * layout.nbytes).from_address(self._base)
+        self.memory = (ctypes.c_char * layout.nbytes).from_address(self._base)
         for position, packed in layout.constants:
             ctypes.memmove(self._base + position, packed, 8)
         self.arrays = [
@@ -151,17 +152,18 @@ class ArgumentBlock:
         self.parameters = tuple(ctypes.addressof(array) for array in self.arrays)
         self._addresses = layout.addresses
         self._has_offsets = any(offset for _, offset in layout.addresses)
-        self._pack_into = struct.Struct(f"<{len(layout.addresses)}Q").pack_into
+        self.pack_into = struct.Struct(f"<{len(layout.addresses)}Q").pack_into
         self._maps = layout.maps
+        self.has_addresses_only = not self._has_offsets and not layout.maps
         self._map_addresses = [-1] * len(layout.maps)
         self._encode = encode
 
     def fill(self, pointers: Sequence[int]) -> None:
         """Write a call's base pointers, one for each slot."""
         if self._has_offsets:
-            self._pack_into(self._memory, 0, *[pointers[slot] + offset for slot, offset in self._addresses])
+            self.pack_into(self.memory, 0, *[pointers[slot] + offset for slot, offset in self._addresses])
         else:
-            self._pack_into(self._memory, 0, *pointers)
+            self.pack_into(self.memory, 0, *pointers)
         if self._maps:
             self._fill_maps(pointers)
 

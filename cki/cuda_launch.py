@@ -26,6 +26,8 @@ class _LaunchBlock:
 
     def __init__(self, arguments: ArgumentBlock, configs: list[Any], functions: list[Any]) -> None:
         self.fill = arguments.fill
+        self.pack_into, self.memory = arguments.pack_into, arguments.memory
+        self.has_addresses_only = arguments.has_addresses_only
         self.launches = list(zip(configs, functions, arguments.parameters))
         self.stream = 0
         self._arguments = arguments  # owns the memory
@@ -91,7 +93,10 @@ class CudaExecutable(Executable):
             block = self._free.pop()
         except IndexError:
             block = self._new_block()
-        block.fill(pointers)
+        if block.has_addresses_only:
+            block.pack_into(block.memory, 0, *pointers)
+        else:
+            block.fill(pointers)
         if block.stream != stream:
             block.set_stream(stream)
         if self._many_devices and driver.current_device() != self.device.index:

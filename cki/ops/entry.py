@@ -1,0 +1,176 @@
+"""A problem that was checked, planned and compiled: what remains to be done on each call with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from cki import capture_state, driver
+from cki.adapter import Adapter, stream_handle
+from cki.dtypes import DType, u8
+from cki.errors import InvalidArgumentError
+from cki.launch import Executable, prepare
+from cki.ops.bind import Bound, out_arguments
+from cki.ops.overlap import OverlapRule, byte_range, overlap_rule
+from cki.ops.spec import OpSpec
+from cki.tensor import DeviceId
+
+_WORKSPACE_ALIGNMENT = 256
+
+
+class Entry:
+    """Runs one problem on tensors of the signature that it was made for.
+
+    executable: None when there is nothing to compute (an empty batch).
+    new_outputs: shape and element type of each output that is allocated.
+    order: where each result comes from: (True, position among the caller's outs) or (False, n-th new output).
+    overlaps: pairs of tensors whose memory must not overlap.
+    """
+
+    __slots__ = (
+        "_captured_workspaces", "_keeps_captured_workspaces", "_stream_index", "_stream_of",
+        "_workspace_nbytes", "_workspace_offsets", "adapter", "device_id", "executable", "new_outputs", "order",
+        "overlaps", "spec",
+    )  # fmt: skip
+
+    def __init__(self, spec: OpSpec, adapter: Adapter, bound: Bound, given: Sequence[str]) -> None:
+        """given: names of the tensors that the caller passes, in the order of a call's pointers."""
+        self.spec = spec
+        self.adapter = adapter
+        is_sim = bound.device.kind == "sim"
+        self.device_id = DeviceId("cpu") if is_sim else DeviceId("cuda", bound.device.index)
+        self._stream_index = -1 if is_sim else bound.device.index
+        argument_of = dict(zip(spec.outputs, out_arguments(spec)))
+        position = {name: index for index, name in enumerate(given)}
+        order: list[tuple[bool, int]] = []
+        new: list[tuple[tuple[int, ...], DType]] = []
+        names = [
+            *given
+        ]  # of the pointers' memory, as the plan calls it: a caller's `out` is the first output
+        sizes = [byte_range(bound.views[name])[1] for name in given]
+        for name, output in bound.outputs:
+            argument = argument_of[name]
+            if argument in position:
+                order.append((True, spec.outputs.index(name)))
+                names[position[argument]] = name
+            else:
+                order.append((False, len(new)))
+                new.append((tuple(output.shape), output.dtype))
+                names.append(name)
+                sizes.append(math.prod(output.shape) * output.dtype.itemsize)
+        self.order, self.new_outputs = tuple(order), tuple(new)
+        self._workspace_offsets: tuple[int, ...] = ()
+        self._workspace_nbytes = 0
+        self.executable: Executable | None = None
+        if bound.plan is not None:
+            names += [slot for slot, _ in bound.plan.workspace]
+            sizes += [nbytes for _, nbytes in bound.plan.workspace]
+            self._place_workspace([nbytes for _, nbytes in bound.plan.workspace])
+            self.executable = prepare(bound.plan, bound.device, names, sizes)
+        self._stream_of = adapter.stream
+        self.overlaps = tuple(
+            (rule.output, rule.other, *rule.output_bytes, *rule.other_bytes, rule)
+            for rule in _overlap_rules(spec, bound, position, argument_of)
+        )
+        # torch keeps the memory of a captured call with its graph.  CuPy's pool would hand it out again, so where the
+        # caller captures by other means than cki.capture, it is kept here for good.
+        self._keeps_captured_workspaces = not is_sim and adapter.name != "torch"
+        self._captured_workspaces: list[Any] = []
+
+    def _place_workspace(self, sizes: Sequence[int]) -> None:
+        """One allocation holds all slots, each 256-byte aligned whatever the allocator's alignment."""
+        total, offsets = 0, []
+        for nbytes in sizes:
+            offsets.append(total)
+            total += -(-nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        self._workspace_offsets = tuple(offsets)
+        self._workspace_nbytes = total + _WORKSPACE_ALIGNMENT if total else 0
+
+    @property
+    def has_workspace(self) -> bool:
+        """Whether each call allocates temporary memory."""
+        return self._workspace_nbytes > 0
+
+    def current_stream(self) -> int:
+        """The framework's current stream on this problem's device."""
+        return self._stream_of(self._stream_index) if self._stream_index >= 0 else 0
+
+    def check_overlap(self, pointers: list[int]) -> None:
+        """Raise InvalidArgumentError when an output lies over another tensor of the call."""
+        for output, other, low, high, other_low, other_high, rule in self.overlaps:
+            first, second = pointers[output], pointers[other]
+            if (
+                first + low < second + other_high
+                and second + other_low < first + high
+                and rule.broken(pointers)
+            ):
+                self._refuse_overlap(pointers)
+
+    def run(self, pointers: list[int], tensors: Sequence[Any], outs: Sequence[Any], stream: Any) -> Any:
+        """Allocate what the caller did not give, launch, and return the outputs.
+
+        pointers: addresses of the tensors given; extended here.  tensors: the call's (views, of indirect frameworks).
+        """
+        adapter = self.adapter
+        if stream is None:
+            named = None
+            handle = adapter.stream(self._stream_index) if self._stream_index >= 0 else 0
+        else:
+            named = handle = stream_handle(stream)
+        new = []
+        for shape, dtype in self.new_outputs:
+            output = adapter.empty(shape, dtype, tensors[0], named)
+            pointers.append(adapter.pointer(output))
+            new.append(output)
+        executable = self.executable
+        if executable is not None:
+            memory = new
+            if self._workspace_nbytes:
+                memory = [*new, self._add_workspace(pointers, tensors[0], named, handle)]
+            if capture_state.active:
+                capture_state.launch(executable, pointers, handle, memory)
+            else:
+                executable.launch(pointers, handle)
+        if not adapter.direct:
+            new = adapter.finish(new, tensors, handle, self.device_id)
+        order = self.order
+        if len(order) == 1:
+            is_given, index = order[0]
+            return outs[index] if is_given else new[index]
+        return tuple(outs[index] if is_given else new[index] for is_given, index in order)
+
+    def _add_workspace(self, pointers: list[int], like: Any, named: int | None, handle: int) -> Any:
+        workspace = self.adapter.empty((self._workspace_nbytes,), u8, like, named)
+        base = -(-self.adapter.pointer(workspace) // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        pointers += [base + offset for offset in self._workspace_offsets]
+        if self._keeps_captured_workspaces and driver.capturing_graph(handle) is not None:
+            self._captured_workspaces.append(workspace)
+        return workspace
+
+    def _refuse_overlap(self, pointers: list[int]) -> None:
+        broken = [rule for *_, rule in self.overlaps if rule.broken(pointers)]
+        allowed = sorted({rule.other_name for rule in broken if rule.may_coincide})
+        raise InvalidArgumentError(
+            f"{self.spec.name}: overlapping memory",
+            [f"{rule.output_name} shares memory with {rule.other_name}" for rule in broken],
+            "outputs apart from the inputs"
+            + (f", or the very same view as {' or '.join(allowed)}" if allowed else ""),
+        )
+
+
+def _overlap_rules(
+    spec: OpSpec, bound: Bound, position: dict[str, int], argument_of: dict[str, str]
+) -> list[OverlapRule]:
+    """Each caller's output against each input, and against the outputs after it."""
+    output_of = {argument: name for name, argument in argument_of.items()}
+    arguments = [argument for argument in output_of if argument in bound.views]
+    inputs = [item.name for item in spec.inputs if item.name in bound.views]
+    return [
+        overlap_rule(
+            (argument, other), (position[argument], position[other]), (bound.views[argument], bound.views[other]),
+            (output_of[argument], other) in spec.in_place,
+        )
+        for index, argument in enumerate(arguments)
+        for other in [*inputs, *arguments[index + 1 :]]
+    ]  # fmt: skip
