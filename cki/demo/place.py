@@ -11,6 +11,7 @@ import numpy as np
 from cki.demo.minilm import Array
 from cki.device import DeviceInfo, cuda_device, sim_device
 from cki.errors import DeviceError
+from cki.nvml import gpu_count
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def choose(device: str) -> Place:
     if device == "sim":
         return Place(sim_device())
     try:
+        if gpu_count() == 0:
+            raise DeviceError("no NVIDIA GPU was found")
         info = cuda_device(0)
         _import_cupy()
     except DeviceError as error:
@@ -63,4 +66,6 @@ def _import_cupy() -> None:
     try:
         import cupy  # noqa: F401
     except ImportError as error:
-        raise DeviceError("the GPU needs CuPy: pip install 'cki-runtime[cuda13]' or [cuda12]") from error
+        raise DeviceError(
+            "the GPU needs CuPy", hint="pip install 'cki-runtime[cuda13]' or [cuda12]"
+        ) from error

@@ -50,7 +50,7 @@ def show(sentences: Sequence[str], device: str, dtype: str, png: Path, *, build_
     place = choose(device)
     print(f"device: {place}", flush=True)
     if place.why_not_gpu:
-        print(f"        (no GPU: {place.why_not_gpu})")
+        print(f"        the GPU is not used: {place.why_not_gpu}")
     model = minilm.load()
     tokens = model.tokenize(sentences)
     limit = model.config.max_tokens

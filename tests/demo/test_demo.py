@@ -72,13 +72,13 @@ def test_without_a_gpu_it_says_why(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()[:2]
     assert first.startswith("device: simulated device (CPU)")
-    assert second.strip().startswith("(no GPU: ")
+    assert second.strip() == "the GPU is not used: no NVIDIA GPU was found"
 
 
 def test_asked_for_a_gpu_that_is_not_there():
     done = run("--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
-    assert done.stderr.startswith("cki demo: ")
+    assert done.stderr == "cki demo: no NVIDIA GPU was found\n"
     assert "Traceback" not in done.stderr
 
 
