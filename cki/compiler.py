@@ -253,7 +253,7 @@ def ptx(text: str, name: str, arch: str, compile_options: tuple[str, ...]) -> st
 
 
 def _read(size_function: Any, read_function: Any, program: Any) -> bytes:
-    size = _check(size_function(program), size_function.__name__)
+    size: int = _check(size_function(program), size_function.__name__)
     buffer = b" " * size  # cuda.bindings writes into it
     _check((*read_function(program, buffer), None), read_function.__name__)
     return buffer

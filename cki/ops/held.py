@@ -34,9 +34,9 @@ class HeldPlan:
             _torch_reader(examples) if entry.adapter.name == "torch" else _reader(entry.adapter, self._keys)
         )
         # With every output given, a call is nothing but the launch.
-        self._only_launches = (
-            not entry.new_outputs and not entry.has_workspace and entry.executable is not None
-        )
+        self._launch: Callable[[Sequence[int], int], None] | None = None
+        if entry.executable is not None and not entry.new_outputs and not entry.has_workspace:
+            self._launch = entry.executable.launch
 
     def __call__(self, *inputs: Any, out: Any = None, stream: Any = None) -> Any:
         """Run it.
@@ -57,8 +57,8 @@ class HeldPlan:
         pointers = self._read(tensors)
         if pointers is None:
             raise self._refusal(tensors)
-        if self._only_launches and stream is None and not capture_state.active:
-            entry.launch(pointers)
+        if self._launch is not None and stream is None and not capture_state.active:
+            self._launch(pointers, entry.current_stream())
             return out
         return entry.run(pointers, inputs, outs, stream)
 
