@@ -306,27 +306,32 @@ LINEAR = OpSpec(
 
 
 def representative_specs(arch: str) -> list[KernelSpec]:
-    """Kernels that stand for all: every tile with both weight orders, and the ways in which copies can be narrow."""
+    """Kernels that stand for all: every tile with both weight orders, and the ways in which copies can be narrow.
+
+    bf16 differs from f16 in the instructions of the products alone, so one kernel a tile stands for it.
+    """
     shared_memory = sim_device(arch).shared_memory_per_block
-    along_k = WeightAccess(False, 1024, 1)
-    strided = WeightAccess(False, 1024, 2)
+    along_k, strided = WeightAccess(False, 1024, 1), WeightAccess(False, 1024, 2)
     found: dict[KernelSpec, None] = {}
+
+    def add(dtype: DType, tile: Tile, **choices: Any) -> None:
+        found[linear_kernel(dtype, tile, **choices)] = None
+
     for dtype in _TYPES:
         for tile in TILES_FP32 if dtype == dtypes.f32 else TILES_16BIT:
             if tile.shared_memory > shared_memory:
                 continue
             full: dict[str, Any] = {"bias": dtype, "residual": True, "activation": "gelu"}
-            found[linear_kernel(dtype, tile, **full)] = None
-            found[linear_kernel(dtype, tile, access=along_k, **full)] = None
-            found[linear_kernel(dtype, tile, bias=dtypes.f32, parts=MAX_PARTS, row_axes=3, copy_x=8)] = None
             narrow: dict[str, Any] = {"row_axes": 3, "pair_y": False, "pair_residual": False, **full}
-            found[linear_kernel(dtype, tile, copy_x=4, copy_w=4, **narrow)] = None
+            add(dtype, tile, access=along_k, **full)
+            if dtype == dtypes.bf16:
+                continue
+            add(dtype, tile, **full)
+            add(dtype, tile, bias=dtypes.f32, parts=MAX_PARTS, row_axes=3, copy_x=8)
+            add(dtype, tile, copy_x=4, copy_w=4, **narrow)
             if tile.block_m * tile.block_n <= 64 * 64:  # what may be gathered: choose_tile
                 size = dtype.itemsize
-                found[linear_kernel(
-                    dtype, tile, copy_x=size, copy_w=size, unit_x=False, access=strided, **narrow
-                )] = None  # fmt: skip
-    smallest = TILES_16BIT[0]
+                add(dtype, tile, copy_x=size, copy_w=size, unit_x=False, access=strided, **narrow)
     for activation in ACTIVATIONS:
-        found[linear_kernel(dtypes.f16, smallest, activation=activation)] = None
+        add(dtypes.f16, TILES_16BIT[0], activation=activation)
     return list(found)
