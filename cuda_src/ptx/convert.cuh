@@ -87,7 +87,7 @@ __device__ __forceinline__ u32 e5m2x2_to_f16x2(u16 x) {
   return y;
 }
 
-// An fp32 bit pattern with the lower 13 bits zero.
+// An fp32 bit pattern with the lower 13 bits zero. A NaN whose payload lies in those bits becomes an infinity.
 __device__ __forceinline__ u32 f32_to_tf32(float x) {
   u32 y;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));

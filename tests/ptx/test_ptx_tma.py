@@ -20,6 +20,8 @@ CASES = [
     pytest.param((40, 72), (16, 64), np.uint16, 128, (200, 0), id="2d-outside"),
     pytest.param((6, 20, 32), (2, 8, 32), np.float32, 128, (1, 15, 0), id="3d"),
     pytest.param((3, 4, 10, 16), (2, 2, 8, 16), np.float32, 64, (2, 1, 5, 0), id="4d"),
+    pytest.param((12, 64), (8, 16), np.uint16, 128, (3, 32), id="2d-box-narrower-than-swizzle"),
+    pytest.param((10, 41), (4, 16), np.float32, 64, (2, 32), id="2d-clipped-inside-16-bytes"),
     pytest.param((3, 2, 4, 6, 16), (2, 1, 2, 4, 16), np.uint8, 0, (1, 1, 3, 4, 0), id="5d"),
 ]
 
@@ -44,26 +46,33 @@ def test_tile(device, shape, box, dtype, span, at, add) -> None:
     if add and np.dtype(dtype) != np.float32:
         pytest.skip("a reduction needs a type that has an addition")
     rng = np.random.default_rng(8)
-    pad = (-shape[-1] * np.dtype(dtype).itemsize) % 16 // np.dtype(dtype).itemsize   # rows are multiples of 16 bytes
+    itemsize = np.dtype(dtype).itemsize
+    pad = (-shape[-1] * itemsize) % 16 // itemsize   # rows are multiples of 16 bytes
     full = (*shape[:-1], shape[-1] + pad)
-    source = rng.integers(1, 200, full).astype(dtype)
-    target = rng.integers(1, 200, full).astype(dtype)
+    source, target = (rng.integers(1, 200, full).astype(dtype) for _ in range(2))
     inner = (*(slice(None) for _ in shape[:-1]), slice(0, shape[-1]))
     on_device, out = device.array(source), device.array(target)
-    size = int(np.prod(box)) * np.dtype(dtype).itemsize
-    dump = device.empty((size // 4,), np.uint32)
-    coordinates = [*at[::-1], 0, 0, 0, 0][:5]
+    row_bytes = box[-1] * itemsize
+    pitch, rows = span or row_bytes, int(np.prod(box[:-1]))   # a row narrower than the swizzle keeps its pitch
+    dump = device.empty((rows * pitch // 4,), np.uint32)
+    writes = min(at) >= 0   # the hardware takes no store at negative coordinates
     load("tma.cu", "tile_copy")(
-        1, 128, TensorMap(on_device[inner], box, span), TensorMap(out[inner], box, span), dump, size, len(shape),
-        *coordinates, int(add), len(shape) % 2, smem=(size + 1023) // 1024 * 1024,
+        1, 128, TensorMap(on_device[inner], box, span), TensorMap(out[inner], box, span), dump, rows * row_bytes,
+        rows * pitch, len(shape), *[*at[::-1], 0, 0, 0, 0][:5], int(add) if writes else 2, len(shape) % 2,
+        smem=(rows * pitch + 1023) // 1024 * 1024,
     )  # fmt: skip
     device.synchronize()
-    expected, inside = box_of(source[inner], box, at)
-    tile = np.empty(size, np.uint8)
-    tile[swizzle(np.arange(size), span)] = np.ascontiguousarray(expected).view(np.uint8).ravel()
+    expected, _ = box_of(source[inner], box, at)
+    tile = np.full(rows * pitch, 0xCD, np.uint8)
+    places = np.arange(rows)[:, None] * pitch + np.arange(row_bytes)
+    tile[swizzle(places.ravel(), span)] = np.ascontiguousarray(expected).view(np.uint8).ravel()
     np.testing.assert_array_equal(device.numpy(dump).view(np.uint8), tile)
+
+    # A store writes whole units of 16 bytes: the padding behind the extent too, with the zeros of the load.
+    _, written = box_of(target, box, at)
     after = target.copy()
-    grids = np.meshgrid(*(np.arange(b) + c for b, c in zip(box, at)), indexing="ij")
-    places = tuple(g[inside] for g in grids)
-    after[places] = after[places] + expected[inside] if add else expected[inside]
+    if writes:
+        grids = np.meshgrid(*(np.arange(b) + c for b, c in zip(box, at)), indexing="ij")
+        where = tuple(g[written] for g in grids)
+        after[where] = after[where] + expected[written] if add else expected[written]
     np.testing.assert_array_equal(device.numpy(out), after)

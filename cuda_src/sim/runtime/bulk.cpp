@@ -109,7 +109,7 @@ std::vector<Target> targets_of(const BulkLoad& load, CallSite site) {
   if (address % load.alignment) fatal(site, "shared 0x%x must be a multiple of %u", address, load.alignment);
   std::vector<Target> targets;
   if (load.cta_mask == 0) {
-    targets.push_back({shared_place(address, load.bytes, site), mbarrier_place(load.barrier, site), {}});
+    targets.push_back({shared_place(address, load.footprint, site), mbarrier_place(load.barrier, site), {}});
     return targets;
   }
   if (load.cta_mask >> block.group->cluster_size) {
@@ -118,7 +118,7 @@ std::vector<Target> targets_of(const BulkLoad& load, CallSite site) {
   for (u32 rank = 0; rank < block.group->cluster_size; ++rank) {
     if (!(load.cta_mask >> rank & 1)) continue;
     const bool own = rank == block.view.rank_in_cluster;
-    targets.push_back({shared_place(own ? address : map_to_rank(address, rank, site), load.bytes, site),
+    targets.push_back({shared_place(own ? address : map_to_rank(address, rank, site), load.footprint, site),
                        shared_place(own ? barrier : map_to_rank(barrier, rank, site), 8, site), {}});
   }
   return targets;
@@ -149,7 +149,7 @@ void check_bulk_arguments(const void* global, u32 bytes, CallSite site) {
 void load(void* shared, const void* global, u32 bytes, void* barrier, u32 cta_mask, CallSite site) {
   check_bulk_arguments(global, bytes, site);
   check_global(global, bytes, false, site);
-  issue_bulk_load({shared, barrier, bytes, 16, cta_mask,
+  issue_bulk_load({shared, barrier, bytes, bytes, 16, cta_mask,
                    [global, bytes](const SharedPlace& target) { std::memcpy(target.pointer, global, bytes); }},
                   site);
 }
@@ -163,10 +163,10 @@ void issue_bulk_load(const BulkLoad& load, CallSite site) {
   Group& group = current_group();
   std::vector<Target> targets = targets_of(load, site);
   for (Target& target : targets) {
-    check_target(target.place, load.bytes, site);
+    check_target(target.place, load.footprint, site);
     if (RaceDetector* races = detector()) {
       target.epoch = races->begin_async(race_key(target.barrier));
-      races->write_async(target.place, load.bytes, target.epoch, site, "a bulk copy writes");
+      races->write_async(target.place, load.footprint, target.epoch, site, "a bulk copy writes");
     }
     mbarrier_note_copy(target.barrier, site);
   }
@@ -178,10 +178,10 @@ void issue_bulk_load(const BulkLoad& load, CallSite site) {
     return;
   }
   for (const Target& target : targets) {
-    target.place.block->in_flight.add_write(target.place.offset, load.bytes);
-    std::memset(target.place.pointer, 0xff, load.bytes);
-    group.pending.add([target, move = load.move, bytes = load.bytes, site] {
-      target.place.block->in_flight.remove_write(target.place.offset, bytes);
+    target.place.block->in_flight.add_write(target.place.offset, load.footprint);
+    std::memset(target.place.pointer, 0xff, load.footprint);
+    group.pending.add([target, move = load.move, bytes = load.bytes, footprint = load.footprint, site] {
+      target.place.block->in_flight.remove_write(target.place.offset, footprint);
       move(target.place);
       mbarrier_complete_tx(target.barrier, bytes, target.epoch, site);
     });

@@ -12,7 +12,8 @@ namespace cki::sim {
 struct BulkLoad {
   void* shared;
   void* barrier;
-  u32 bytes;
+  u32 footprint;                                 // bytes of shared memory from `shared` on that may be written
+  u32 bytes;                                     // that count on the barrier
   u32 alignment;                                 // of the shared address
   u32 cta_mask;                                  // 0: this block
   std::function<void(const SharedPlace&)> move;  // copies from global memory into one target

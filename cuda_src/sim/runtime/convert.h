@@ -80,12 +80,12 @@ inline u8 f32_to_e5m2_bits(float x) {
   return static_cast<u8>(sign | (rounded > 0x7b ? 0x7b : rounded));
 }
 
-// To nearest, ties away from zero, at 10 mantissa bits; the 13 low bits of the result are zero.
+// To nearest, ties away from zero, at 10 mantissa bits; the 13 low bits of the result are zero. Infinity and NaN are only
+// cut, as the hardware does (SASS: FSETP, IADD, LOP3): a NaN whose payload lies in the low bits becomes an infinity.
 inline u32 f32_to_tf32_bits(float x) {
-  const u32 bits = float_bits(x), magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return kCanonicalNan;
-  if (magnitude == 0x7f800000) return bits;
-  return (bits & 0x80000000) | ((magnitude + 0x1000) & 0xffffe000);
+  const u32 bits = float_bits(x);
+  const bool finite = (bits & 0x7fffffff) < 0x7f800000;
+  return (finite ? bits + 0x1000 : bits) & 0xffffe000;
 }
 
 inline float bf16_bits_to_f32(u16 bits) { return bits_float(static_cast<u32>(bits) << 16); }

@@ -57,7 +57,17 @@ TensorMapFields read_tensor_map(const void* map, int rank, CallSite site) {
   return fields;
 }
 
-TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row) {
+void check_coordinates(const TensorMapFields& map, const i32* coordinates, bool store, CallSite site) {
+  if (i64{coordinates[0]} * map.element_bytes % 16) {
+    fatal(site, "tensor copy at innermost coordinate %d of %u-byte elements: the offset must be a multiple of 16 bytes",
+          coordinates[0], map.element_bytes);
+  }
+  for (u32 i = 0; store && i < map.rank; ++i) {
+    if (coordinates[i] < 0) fatal(site, "tensor store at coordinate %d of dimension %u: stores take none below 0", coordinates[i], i);
+  }
+}
+
+TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row, bool store) {
   i64 offset = 0;
   for (u32 i = 1; i < map.rank; ++i) {
     const i64 index = i64{coordinates[i]} + row % map.box[i];
@@ -65,7 +75,9 @@ TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row) {
     if (index < 0 || index > map.last_index[i]) return {nullptr, 0, 0};
     offset += index * static_cast<i64>(map.stride[i - 1]);
   }
-  const i64 size = map.element_bytes, first = coordinates[0] * size, extent = (i64{map.last_index[0]} + 1) * size;
+  const i64 size = map.element_bytes, first = coordinates[0] * size;
+  i64 extent = (i64{map.last_index[0]} + 1) * size;
+  if (store) extent = (extent + 15) / 16 * 16;
   const i64 begin = std::clamp<i64>(-first, 0, map.row_bytes()), end = std::clamp<i64>(extent - first, 0, map.row_bytes());
   if (begin >= end) return {nullptr, 0, 0};
   return {map.base + offset + first + begin, static_cast<u32>(begin), static_cast<u32>(end)};

@@ -17,7 +17,10 @@ struct TensorMapFields {
 
   u32 row_bytes() const { return u32{box[0]} * element_bytes; }
   u32 rows() const;
-  u32 tile_bytes() const { return row_bytes() * rows(); }
+  u32 tile_bytes() const { return row_bytes() * rows(); }                             // what the barrier counts
+  // A row narrower than the swizzle leaves the rest of its span untouched (seen on an H200).
+  u32 row_pitch() const { return swizzle_bytes ? swizzle_bytes : row_bytes(); }
+  u32 footprint() const { return row_pitch() * rows(); }                              // in shared memory
 };
 static_assert(sizeof(TensorMapFields) <= 128);
 
@@ -33,8 +36,13 @@ struct TileRow {
   u32 begin, end;         // the bytes of the row that lie inside
 };
 
-// Row `row` of the box at `coordinates`.
-TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row);
+// Row `row` of the box at `coordinates`. Loads are clipped to the element; stores write whole units of 16 bytes, that is, up to
+// 15 bytes behind the innermost extent (seen on an H200).
+TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row, bool store);
+
+// Coordinates that the hardware refuses as an illegal instruction: an innermost one that is no multiple of 16 bytes, and a
+// negative one of a store.
+void check_coordinates(const TensorMapFields& map, const i32* coordinates, bool store, CallSite site);
 
 // Where byte `offset` of the tile lies, for a tile at shared address `tile`: the swizzle permutes 16-byte chunks by address.
 inline u32 swizzled(const TensorMapFields& map, u32 address) {

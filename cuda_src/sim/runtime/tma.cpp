@@ -43,8 +43,8 @@ void load_tile(const TensorMapFields& map, const Coordinates& at, const SharedPl
   const u32 bytes = map.row_bytes(), rows = map.rows();
   u8* window = target.block->window.base;
   u32 address = target.offset + kSharedBase;
-  for (u32 r = 0; r < rows; ++r, address += bytes) {
-    const TileRow inside = tile_row(map, at.c, r);
+  for (u32 r = 0; r < rows; ++r, address += map.row_pitch()) {
+    const TileRow inside = tile_row(map, at.c, r, false);
     if (inside.end - inside.begin < bytes) fill_outside(map, row);
     if (inside.global) std::memcpy(row + inside.begin, inside.global, inside.end - inside.begin);
     for (u32 chunk = 0; chunk < bytes; chunk += 16) {
@@ -58,10 +58,10 @@ void store_tile(const TensorMapFields& map, const Coordinates& at, const u8* til
   alignas(16) u8 row[kMaxRowBytes];
   const u32 bytes = map.row_bytes(), rows = map.rows();
   for (u32 r = 0; r < rows; ++r) {
-    const TileRow inside = tile_row(map, at.c, r);
+    const TileRow inside = tile_row(map, at.c, r, true);
     if (!inside.global) continue;
     for (u32 chunk = 0; chunk < bytes; chunk += 16) {
-      std::memcpy(row + chunk, tile + (swizzled(map, address + r * bytes + chunk) - address), 16);
+      std::memcpy(row + chunk, tile + (swizzled(map, address + r * map.row_pitch() + chunk) - address), 16);
     }
     if (!add) {
       std::memcpy(inside.global, row + inside.begin, inside.end - inside.begin);
@@ -76,14 +76,9 @@ void store_tile(const TensorMapFields& map, const Coordinates& at, const u8* til
 void check_bounds(const TensorMapFields& map, const Coordinates& at, bool write, CallSite site) {
   if (!current_group().checks.bounds) return;
   for (u32 r = 0; r < map.rows(); ++r) {
-    const TileRow inside = tile_row(map, at.c, r);
+    const TileRow inside = tile_row(map, at.c, r, write);
     if (inside.global) check_global(inside.global, inside.end - inside.begin, write, site);
   }
-}
-
-// A swizzle permutes chunks within lines of 128 bytes: the last line belongs to the tile whole.
-u32 stored_bytes(const TensorMapFields& map) {
-  return map.swizzle_bytes ? (map.tile_bytes() + kTileAlignment - 1) / kTileAlignment * kTileAlignment : map.tile_bytes();
 }
 
 }  // namespace
@@ -93,8 +88,9 @@ extern "C" void cki_sim_tma_load(void* shared, const void* map_pointer, void* ba
   CallSite site = CKI_SIM_CALL_SITE;
   const TensorMapFields map = read_tensor_map(map_pointer, rank, site);
   const Coordinates at = coordinates_of(c, rank);
+  check_coordinates(map, at.c, false, site);
   check_bounds(map, at, false, site);
-  issue_bulk_load({shared, barrier, map.tile_bytes(), kTileAlignment, cta_mask,
+  issue_bulk_load({shared, barrier, map.footprint(), map.tile_bytes(), kTileAlignment, cta_mask,
                    [map, at](const SharedPlace& target) { load_tile(map, at, target); }},
                   site);
 }
@@ -106,8 +102,9 @@ extern "C" void cki_sim_tma_store(const void* map_pointer, const void* shared, i
   if (add && !can_add(static_cast<TensorType>(map.data_type))) {
     fatal(site, "tensor reduction: data type %u has no addition", map.data_type);
   }
+  check_coordinates(map, at.c, true, site);
   check_bounds(map, at, true, site);
-  issue_bulk_store({shared, stored_bytes(map), kTileAlignment,
+  issue_bulk_store({shared, map.footprint(), kTileAlignment,
                     [map, at, add](const u8* tile, u32 address) { store_tile(map, at, tile, address, add != 0); }},
                    site);
 }

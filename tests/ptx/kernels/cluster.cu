@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(64) clusters(const __grid_constant_
     } else {
       ptx::tma_load_multicast_2d(tile + rank * 128, &source, &full, 0, rank * 32, everyone);
     }
-    ptx::bulk_load_multicast(bulk_tile + rank * 128, words + rank * 128, kPart, &full, everyone);
+    // Not `words + rank * 128`: ptxas 13.0 loses the upper half of an address that shares its index with a shared one here.
+    ptx::bulk_load_multicast(bulk_tile + rank * 128, words + blockIdx.x % kBlocks * 128, kPart, &full, everyone);
     const u32 next = (rank + 1) % kBlocks;
     const u32 address = ptx::map_shared_rank(&exported, next);
     const float4 v = ptx::load_shared_cluster_f32x4(address);

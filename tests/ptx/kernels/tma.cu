@@ -6,16 +6,16 @@
 
 using namespace cki;
 
-// Loads the box at (c0..c4) through `source`, dumps the raw tile (bytes) to `dump`, then stores or adds it at the same
-// coordinates through `target`. hint: use the form with a cache policy.
+// Loads the box at (c0..c4) through `source`, dumps `footprint` bytes of shared memory, then stores (add 0) or adds (1) the tile at
+// the same coordinates through `target`, or leaves it (2). hint: use the form with a cache policy.
 extern "C" __global__ void __launch_bounds__(128) tile_copy(const __grid_constant__ TensorMap source,
-                                                            const __grid_constant__ TensorMap target, u32* dump, int bytes,
+                                                            const __grid_constant__ TensorMap target, u32* dump, int bytes, int footprint,
                                                             int rank, int c0, int c1, int c2, int c3, int c4, int add,
                                                             int hint) {
   extern __shared__ __align__(1024) u8 tile[];
   __shared__ u64 full;
   const int t = threadIdx.x;
-  for (int i = t; i < bytes / 4; i += 128) reinterpret_cast<u32*>(tile)[i] = 0xcdcdcdcdu;
+  for (int i = t; i < footprint / 4; i += 128) reinterpret_cast<u32*>(tile)[i] = 0xcdcdcdcdu;
   if (t == 0) {
     ptx::prefetch_tensormap(&source);
     ptx::mbarrier_init(&full, 1);
@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(128) tile_copy(const __grid_constan
     }
   }
   ptx::mbarrier_wait_parity(&full, 0);
-  for (int i = t; i < bytes / 4; i += 128) dump[i] = reinterpret_cast<const u32*>(tile)[i];
-  if (t == 0) {
+  for (int i = t; i < footprint / 4; i += 128) dump[i] = reinterpret_cast<const u32*>(tile)[i];
+  if (t == 0 && add < 2) {
     switch (rank * 2 + add) {
       case 2: ptx::tma_store_1d(&target, tile, c0); break;
       case 3: ptx::tma_reduce_add_1d(&target, tile, c0); break;
