@@ -22,8 +22,9 @@ struct cki_sim_block_view {
   unsigned rank_in_cluster;   // x fastest
 };
 
-// initial-exec: one load for each access. It is taken out of the small static TLS reserve, so nothing big may join them.
-#define CKI_SIM_TLS thread_local __attribute__((tls_model("initial-exec")))
+// __thread, not thread_local: no initialisation check at each access. initial-exec: one load for each access; it is taken out
+// of the small static TLS reserve, so nothing big may join them.
+#define CKI_SIM_TLS __thread __attribute__((tls_model("initial-exec")))
 extern CKI_SIM_TLS cki_sim_thread_view* cki_sim_thread;
 extern CKI_SIM_TLS cki_sim_block_view cki_sim_block;
 

@@ -82,6 +82,7 @@ struct Group {
 
   enum class Policy { RunToBlock, Uniform, RandomPriorities, StrictPriorities };
   Policy policy = Policy::RunToBlock;
+  bool plain = true;                  // plain order and a single block: changes within a warp need no choice
   u32 early_completion = 0;           // one in so many choices completes pending work before it must; 0: never
   u32 live = 0;
   u32 polling = 0;                    // threads in ThreadState::Polling

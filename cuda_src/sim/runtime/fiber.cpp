@@ -22,10 +22,10 @@ u8* allocate_stack() {
 
 #ifdef CKI_SIM_UCONTEXT
 
-void prepare_fiber(Fiber& fiber, u8* stack, void (*entry)()) {
+void prepare_fiber(Fiber& fiber, u8* stack, std::size_t size, void (*entry)()) {
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = stack;
-  fiber.context.uc_stack.ss_size = kStackBytes;
+  fiber.context.uc_stack.ss_size = size;
   fiber.context.uc_link = nullptr;
   makecontext(&fiber.context, entry, 0);
 }
@@ -36,8 +36,8 @@ void switch_fiber(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.conte
 
 extern "C" void cki_sim_switch(void** save, void* load);
 
-void prepare_fiber(Fiber& fiber, u8* stack, void (*entry)()) {
-  void** top = reinterpret_cast<void**>(stack + kStackBytes - 64);
+void prepare_fiber(Fiber& fiber, u8* stack, std::size_t size, void (*entry)()) {
+  void** top = reinterpret_cast<void**>(stack + size - 64);
 #if defined(__x86_64__)
   // `ret` pops the entry address, after which rsp must be 8 modulo 16 as after a call: `top` is 16-byte aligned, so it is.
   top[1] = nullptr;

@@ -25,8 +25,8 @@ struct Fiber {
 // Stacks with a guard page below each; kept until the process ends and reused by later blocks.
 u8* allocate_stack();   // lowest usable byte
 
-// The fiber will start in `entry` on that stack. `entry` must not return.
-void prepare_fiber(Fiber& fiber, u8* stack, void (*entry)());
+// The fiber will start in `entry`, with the stack's lowest `size` bytes (a multiple of 64). `entry` must not return.
+void prepare_fiber(Fiber& fiber, u8* stack, std::size_t size, void (*entry)());
 
 // Saves the running context in `from` and goes on in `to`.
 void switch_fiber(Fiber& from, Fiber& to);

@@ -79,7 +79,7 @@ void reset_threads(Block& block, const cki_sim_config& config) {
   block.warps.resize(warps);
   for (u32 w = 0; w < warps; ++w) {
     for (WarpOperation& operation : block.warps[w].pending) operation.arrived = 0;
-    block.warps[w].exited = 0;
+    block.warps[w].open = block.warps[w].exited = 0;
     const u32 lanes = std::min(kWarpSize, count - w * kWarpSize);
     block.warps[w].lanes = lanes == kWarpSize ? ~0u : (1u << lanes) - 1;
   }
@@ -114,6 +114,7 @@ void reset_group(Group& group, u64 index) {
     group.policy = static_cast<Group::Policy>(1 + group.random.below(3));
     group.early_completion = kEarlyCompletion[group.random.below(4)];
   }
+  group.plain = !group.checks.adversarial && group.blocks.size() == 1;
   group.pending.clear();
   group.finished = group.aborted = false;
   group.polling = group.poll_rounds = group.idle_rounds = 0;

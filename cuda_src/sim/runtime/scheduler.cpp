@@ -147,9 +147,23 @@ void change_to(Fiber& from, Block& here, Thread* next) {
   if (&to != &from) switch_fiber(from, to);
 }
 
+// Leaves the thread, whose state says what it waits for.
 void reschedule(Thread& thread) {
-  Thread* next = pick(*thread.block->group, *thread.block);
-  if (next != &thread) change_to(thread.fiber, *thread.block, next);
+  Block& block = *thread.block;
+  Group& group = *block.group;
+  const u32 warp = thread.warp(), lanes = block.ready[warp];
+  if (group.plain && lanes) {
+    // By far the most frequent change: to the next lane of the warp, on its way to the same warp-wide operation.
+    block.last_warp = warp;
+    if (!(block.ready[warp] = lanes & (lanes - 1))) block.ready_warps &= ~(1u << warp);
+    Thread& next = block.threads[warp * kWarpSize + lowest(lanes)];
+    if (&next == &thread) return;
+    ++group.switches;
+    cki_sim_thread = &next.view;
+    return switch_fiber(thread.fiber, next.fiber);
+  }
+  Thread* next = pick(group, block);
+  if (next != &thread) change_to(thread.fiber, block, next);
 }
 
 void exit_thread(Thread& thread) {
@@ -179,10 +193,14 @@ void fiber_entry() {
   __builtin_trap();   // an exited fiber is never resumed
 }
 
+// Stacks lie whole pages apart, so equal depths would fall into the same few sets of the first-level cache and the lanes of a
+// warp would evict each other at every switch. Starting at different depths spreads them.
+std::size_t stack_top(u32 thread) { return kStackBytes - thread * 320 % 4096 / 64 * 64; }
+
 void prepare_threads(Block& block) {
   while (block.stacks.size() < block.threads.size()) block.stacks.push_back(allocate_stack());
   for (u32 i = 0; i < block.thread_count(); ++i) {
-    prepare_fiber(block.threads[i].fiber, block.stacks[i], fiber_entry);
+    prepare_fiber(block.threads[i].fiber, block.stacks[i], stack_top(i), fiber_entry);
     make_ready(block.threads[i]);
   }
 }
@@ -191,10 +209,8 @@ void prepare_threads(Block& block) {
 
 Group* running_group() { return block_of_os_thread ? block_of_os_thread->group : nullptr; }
 
-void wait(const Wait& wait) {
+void leave_waiting_thread() {
   Thread& thread = current_thread();
-  thread.state = ThreadState::Waiting;
-  thread.wait = wait;
   note_activity(*thread.block->group);
   reschedule(thread);
 }

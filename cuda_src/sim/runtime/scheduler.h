@@ -12,7 +12,7 @@ Group* running_group();   // of this OS thread, also while pending work complete
 
 // Blocks the current thread until wake(). Whoever wakes it may first leave a value in its `result`.
 // The condition is the caller's business: `while (!ready()) { waiters.push_back(&thread); wait({...}); }`.
-void wait(const Wait& wait);
+inline void wait(const Wait& wait);
 void wake(Thread& thread);
 void wake_lanes(Block& block, u32 warp, u32 lanes);   // all of which wait
 
@@ -35,6 +35,21 @@ inline void note_activity(Group& group) { group.poll_rounds = 0; }
 
 // Makes the threads of a block ready, on the block's own OS thread.
 void prepare_block(Block& block);
+
+// The second half of wait(): another thread runs, until this one is woken.
+void leave_waiting_thread();
+
+// Inlined, and member by member: copying a Wait that was just written costs a failed store forwarding at every change.
+inline void wait(const Wait& wait) {
+  Thread& thread = current_thread();
+  thread.state = ThreadState::Waiting;
+  thread.wait.what = wait.what;
+  thread.wait.site = wait.site;
+  thread.wait.a = wait.a;
+  thread.wait.b = wait.b;
+  thread.wait.describe = wait.describe;
+  leave_waiting_thread();
+}
 
 // Runs the block group to its end on the calling OS thread; called once for each block of the group, after all of them have
 // been prepared.

@@ -24,27 +24,24 @@ void describe_wait(const Thread& thread, Text& text) {
 // the others still shuffle among themselves. But when the caller's mask names a lane that waits in an operation which itself
 // waits for the caller, neither can ever complete.
 WarpOperation& find_operation(Warp& warp, u32 mask, u32 lane, const char* name, CallSite site) {
-  WarpOperation* free = nullptr;
-  WarpOperation* found = nullptr;
-  for (WarpOperation& operation : warp.pending) {
-    if (!operation.arrived) {
-      if (!free) free = &operation;
-    } else if (operation.mask == mask && !(operation.arrived >> lane & 1)) {
-      found = &operation;
-    } else if (operation.arrived & mask && operation.mask >> lane & 1) {
+  for (u32 open = warp.open; open; open &= open - 1) {
+    WarpOperation& operation = warp.pending[lowest(open)];
+    if (operation.mask == mask && !(operation.arrived >> lane & 1)) return operation;
+    if (operation.arrived & mask && operation.mask >> lane & 1)
       fatal(site, "%s: mask 0x%08x names lanes that wait for this lane %u in a %s of mask 0x%08x", name, mask, lane,
             operation.name, operation.mask);
-    }
   }
-  if (found) return *found;
-  if (!free) fatal(site, "%s: more than four warp-wide operations of one warp are open", name);
-  return *free;
+  const u32 entry = lowest(~warp.open);
+  if (entry >= Warp::kEntries) fatal(site, "%s: more than four warp-wide operations of one warp are open", name);
+  return warp.pending[entry];
 }
 
 void complete(Thread& last, WarpOperation& operation) {
   operation.mask = operation.arrived;
   operation.complete(last, operation);
   operation.arrived = 0;
+  Warp& warp = last.block->warps[last.warp()];
+  warp.open &= ~(1u << (&operation - warp.pending));
   u32 others = operation.mask;
   if (last.state != ThreadState::Exited) others &= ~(1u << last.lane());
   wake_lanes(*last.block, last.warp(), others);
@@ -67,8 +64,8 @@ void shuffle(Thread& last, WarpOperation& operation) {
   // A lane outside the mask gives an undefined value: the adversary's choice is all ones, a NaN in every float type.
   const u64 undefined = last.block->group->checks.adversarial ? ~u64{0} : 0;
   for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) {
-    const u32 lane = lowest(lanes), source = shuffle_source(operation.kind, lane, operation.argument[lane]);
-    warp[lane].result = source < kWarpSize && operation.mask >> source & 1 ? operation.value[source] : undefined;
+    const u32 lane = lowest(lanes), source = shuffle_source(operation.kind, lane, operation.argument[lane]) % kWarpSize;
+    warp[lane].result = operation.mask >> source & 1 ? operation.value[source] : undefined;
   }
 }
 
@@ -164,6 +161,7 @@ u64 warp_rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 val
   note_activity(*thread.block->group);
   WarpOperation& operation = find_operation(warp, mask, lane, name, site);
   if (!operation.arrived) {
+    warp.open |= 1u << (&operation - warp.pending);
     operation.mask = mask;
     operation.kind = kind;
     operation.name = name;

@@ -25,7 +25,9 @@ struct WarpOperation {
 };
 
 struct Warp {
-  WarpOperation pending[4];   // several masks can be open at once; more than four are reported
+  static constexpr u32 kEntries = 4;
+  WarpOperation pending[kEntries];   // several masks can be open at once; more than four are reported
+  u32 open = 0;               // entries of `pending` in use
   u32 lanes = 0;              // lanes that exist
   u32 exited = 0;             // lanes that have returned from the kernel: no operation waits for them
 };

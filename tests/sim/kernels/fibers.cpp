@@ -53,7 +53,7 @@ double expected(int me) {
 }  // namespace
 
 int main() {
-  for (Fiber& fiber : fibers) prepare_fiber(fiber, allocate_stack(), entry);
+  for (Fiber& fiber : fibers) prepare_fiber(fiber, allocate_stack(), kStackBytes, entry);
   switch_fiber(main_fiber, fibers[0]);
   int wrong = misaligned;
   for (int i = 0; i < kFibers; ++i) wrong += results[i] != expected(i);
