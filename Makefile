@@ -35,7 +35,7 @@ bench: ## measure on this machine's GPU; writes bench/results; installs nothing
 	$(GPU_PYTHON) bench/run.py
 
 compile-all: $(VENV)/.cuda ## compile every kernel for every architecture; needs no GPU
-	@for arch in $(ARCHS); do $(BIN)/python -m cki compile --arch $$arch || exit 1; done
+	@$(BIN)/python -m cki compile $(addprefix --arch ,$(ARCHS))
 
 lint: $(VENV)/.lint ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
