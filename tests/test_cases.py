@@ -88,7 +88,9 @@ def place(device: DeviceUnderTest, values: Any, dtype: Any, layout: dict[str, An
     return as_strided(flat, shape, tuple(stride * flat.itemsize for stride in strides))
 
 
-def run_case(device: DeviceUnderTest, case: cases.Case, inputs: dict[str, Any], dtype: str) -> dict[str, np.ndarray]:
+def run_case(
+    device: DeviceUnderTest, case: cases.Case, inputs: dict[str, Any], dtype: str
+) -> dict[str, np.ndarray]:
     """Calls cki with the case's inputs and parameters; outputs as float64."""
     cast = inputs.get("__cast__", {})
     tensors: dict[str, Any] = {}

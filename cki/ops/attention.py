@@ -296,7 +296,7 @@ def plan_attention(
         *q.strides, *k.strides, *v.strides, *out.strides, *_broadcast_strides(bias), *_broadcast_strides(mask),
         sinks.strides[0] if sinks else 0, alibi_slopes.strides[0] if alibi_slopes else 0,
         queries, keys, heads, group, head_dim, value_dim, shift, left or 0, right or 0,
-        scale, scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
+        scale, _LOG2E if scale_first else scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
     reason = (
         f"mma.sync, {tiles.block_rows} rows x {tiles.block_keys} keys a tile, "
@@ -307,7 +307,7 @@ def plan_attention(
 
 
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
-    tensors = {name: problem.get(name) for name in ("bias", "mask", "sinks", "alibi_slopes")}
+    tensors: dict[str, Any] = {name: problem.get(name) for name in ("bias", "mask", "sinks", "alibi_slopes")}
     options = {n: problem.attribute(n) for n in ("causal", "causal_alignment", "scale", "window", "softcap")}
     return Plan(
         plan_attention(

@@ -62,15 +62,12 @@ using Output = float[kRowTiles][kColumnTiles][4];
 // Dynamic shared memory: the query tile, then two stages of a key tile and a value tile each.
 constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
 
-struct TensorStrides {
-  i64 batch, sequence, head, dim;
-};
 
 // A warp's rows on one tile of keys. kBandTest: the tile reaches beyond what some row may see. row_of(r) describes row r of
 // this lane; it is asked anew for every tile, because keeping the answers would take registers.
 template <bool kBandTest, class RowOf>
-__device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow<kScaleFirst> (&softmax)[kRowTiles * 2],
-                                            RowOf row_of, const Band& band, const LogitRules& rules, float score_scale,
+__device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow (&softmax)[kRowTiles * 2],
+                                            RowOf row_of, const Band& band, const LogitRules& rules, float exponent_scale,
                                             int first_key, const unsigned char* queries, const unsigned char* stage) {
   Scores scores;
   multiply_keys<QueryTile, KeyTile>(scores, queries, stage);
@@ -78,7 +75,7 @@ __device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow<kScaleFir
   for (int r = 0; r < kRowTiles * 2; ++r) {
     const int first = r % 2 * 2;
     apply_rules<Features, kBandTest>(scores[r / 2], first, first_key, row_of(r), band, rules);
-    const float correction = softmax[r].template take<kBandTest || kBias || kMask>(scores[r / 2], first, score_scale);
+    const float correction = softmax[r].template take<kBandTest || kBias || kMask>(scores[r / 2], first, exponent_scale);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       output[r / 2][n][first] *= correction;
@@ -100,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
               i64 mask_batch, i64 mask_head, i64 mask_query, i64 mask_key,              //
               i64 sinks_stride, i64 slopes_stride,                                      //
               int queries, int keys, int heads, int group, int head_dim, int value_dim,
-              int shift, int left, int right, float scale, float score_scale, float softcap, float softcap_rate) {
+              int shift, int left, int right, float scale, float exponent_scale, float softcap, float softcap_rate) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the warp's number, and all that follows from it, is uniform.
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
@@ -181,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 
   Output output = {};
-  SoftmaxRow<kScaleFirst> softmax[kRowTiles * 2];
+  SoftmaxRow softmax[kRowTiles * 2];
   int first_repair = end_tile, last_repair = -1;  // tiles in which this thread dropped values that are not finite
   for (int tile = first_tile; tile < end_tile; ++tile) {
     unsigned char* stage = smem + QueryTile::kBytes + (tile - first_tile) % 2 * kStageBytes;
@@ -201,9 +198,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (!warp_has_rows || end_key <= warp_begin || first_key >= warp_end) continue;
     const unsigned char* warp_queries = smem + warp * kWarpRows * QueryTile::kPitch;
     if (first_key < warp_common_begin || end_key > warp_common_end) {
-      attend_tile<true>(output, softmax, row_of, band, rules, score_scale, first_key, warp_queries, stage);
+      attend_tile<true>(output, softmax, row_of, band, rules, exponent_scale, first_key, warp_queries, stage);
     } else {
-      attend_tile<false>(output, softmax, row_of, band, rules, score_scale, first_key, warp_queries, stage);
+      attend_tile<false>(output, softmax, row_of, band, rules, exponent_scale, first_key, warp_queries, stage);
     }
   }
 
@@ -212,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int row = row_number(r);
     const int query = query_of(row);
     const int head = min(head_of(row), heads - 1);
-    softmax[r].gather();
+    softmax[r].finish(kScaleFirst ? 1.0f : scale);
     float factor = 1.0f;
     if (sinks != nullptr) factor = softmax[r].take_sink(sinks[head * sinks_stride]);
     factor *= softmax[r].normalizer();
