@@ -132,10 +132,6 @@ def embed(model: MiniLM, tokens: Tokens, place: Place, dtype: str, *, build_only
 
 
 def embed_reference(model: MiniLM, tokens: Tokens) -> Array:
-    """The same embeddings by `cki.reference` in float64, one sentence at a time: no padding, no batching."""
+    """The same embeddings by `cki.reference`, in float64 throughout."""
     weights = convert(model.weights, lambda array: array.astype(np.float64))
-    vectors = []
-    for ids, length in zip(tokens.ids, tokens.lengths):
-        mask = np.ones((1, length), bool)
-        vectors.append(encoder.forward(reference, model.config, weights, ids[None, :length], mask)[0])
-    return np.stack(vectors)
+    return np.asarray(encoder.forward(reference, model.config, weights, tokens.ids, tokens.mask))
