@@ -9,15 +9,19 @@ from cki.loader import TensorMap
 from tests.ptx.operands import load
 
 
-@pytest.mark.parametrize(("blocks", "hint"), [(2, 0), (4, 1)])
-def test_cluster(device, blocks: int, hint: int) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "dimensions", "hint"), [(2, 2, 0), (2, 2, 1), (2, 3, 0), (2, 3, 1), (2, 4, 0), (2, 5, 0), (4, 4, 1), (4, 5, 1)]
+)
+def test_cluster(device, blocks: int, dimensions: int, hint: int) -> None:
     clusters = 2
     source = np.random.default_rng(9).integers(0, 1 << 32, (32 * blocks, 4), np.uint32)
     ranks = device.array(np.zeros((clusters * blocks, 4), np.uint32))
     gathered = [device.empty((clusters * blocks, 32 * blocks, 4), np.uint32) for _ in range(2)]
     on_device = device.array(source)
+    ones = (1,) * (dimensions - 2)
+    source_map = TensorMap(on_device.reshape(*ones, 32 * blocks, 4), (*ones, 32, 4), 0)
     load("cluster.cu", "clusters", kBlocks=blocks)(
-        clusters * blocks, 64, TensorMap(on_device, (32, 4), 0), on_device, ranks, *gathered, hint, cluster=blocks
+        clusters * blocks, 64, source_map, on_device, ranks, *gathered, dimensions, hint, cluster=blocks
     )
     device.synchronize()
     for array in gathered:

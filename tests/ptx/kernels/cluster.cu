@@ -9,9 +9,10 @@ using namespace cki;
 
 // Each block of a cluster of kBlocks:
 // ranks[block] = {rank, count, value read from the next block, sums of what the peers stored here}
-// gathered[block]: a tile of which each block loads one part (32 x 16 bytes) for all, by TMA and by bulk multicast.
+// gathered[block]: a tile of which each block loads one part (32 x 16 bytes) for all, by TMA through a map of 2 to 5 dimensions,
+// with and without a cache policy, and by bulk multicast.
 extern "C" __global__ void __launch_bounds__(64) clusters(const __grid_constant__ TensorMap source, const u32* words, u32* ranks,
-                                                          u32* gathered, u32* gathered_bulk, int hint) {
+                                                          u32* gathered, u32* gathered_bulk, int dimensions, int hint) {
   __shared__ __align__(1024) u32 tile[kBlocks * 128];
   __shared__ __align__(128) u32 bulk_tile[kBlocks * 128];
   __shared__ __align__(16) u32 mailbox[16];
@@ -32,10 +33,18 @@ extern "C" __global__ void __launch_bounds__(64) clusters(const __grid_constant_
 
   if (t == 0) {
     const u16 everyone = (1u << kBlocks) - 1;
-    if (hint) {
-      ptx::tma_load_multicast_2d(tile + rank * 128, &source, &full, 0, rank * 32, everyone, ptx::kCacheEvictLast);
-    } else {
-      ptx::tma_load_multicast_2d(tile + rank * 128, &source, &full, 0, rank * 32, everyone);
+    const int row = rank * 32;
+    const u64 policy = ptx::kCacheEvictLast;
+    u32* part = tile + rank * 128;
+    switch (dimensions * 2 + hint) {
+      case 4: ptx::tma_load_multicast_2d(part, &source, &full, 0, row, everyone); break;
+      case 5: ptx::tma_load_multicast_2d(part, &source, &full, 0, row, everyone, policy); break;
+      case 6: ptx::tma_load_multicast_3d(part, &source, &full, 0, row, 0, everyone); break;
+      case 7: ptx::tma_load_multicast_3d(part, &source, &full, 0, row, 0, everyone, policy); break;
+      case 8: ptx::tma_load_multicast_4d(part, &source, &full, 0, row, 0, 0, everyone); break;
+      case 9: ptx::tma_load_multicast_4d(part, &source, &full, 0, row, 0, 0, everyone, policy); break;
+      case 10: ptx::tma_load_multicast_5d(part, &source, &full, 0, row, 0, 0, 0, everyone); break;
+      default: ptx::tma_load_multicast_5d(part, &source, &full, 0, row, 0, 0, 0, everyone, policy); break;
     }
     // Not `words + rank * 128`: ptxas 13.0 loses the upper half of an address that shares its index with a shared one here.
     ptx::bulk_load_multicast(bulk_tile + rank * 128, words + blockIdx.x % kBlocks * 128, kPart, &full, everyone);

@@ -13,16 +13,19 @@ constexpr int kK = sizeof(Element) == 1 ? 32 : 16, kRowBytes = 32, kThreads = 12
 // Writes 16-byte chunk `chunk` of row `row` of a K-major operand.
 template <int Span>
 __device__ u32 k_major_offset(int row, int chunk, int rows) {
-  if (Span == 0) return chunk * rows * 16 + row * 16;   // core matrices along rows first: stride 128, leading rows * 16
-  return swizzle<Span>(row * Span + chunk * 16);
+  if constexpr (Span == 0) return chunk * rows * 16 + row * 16;   // core matrices along rows first: stride 128, leading rows * 16
+  if constexpr (Span != 0) return swizzle<Span>(row * Span + chunk * 16);
 }
 
 // MN-major: chunk of 8 columns at K index k.
 template <int Span>
 __device__ u32 mn_major_offset(int k, int chunk, int columns) {
-  if (Span == 0) return chunk * 128 + k % 8 * 16 + k / 8 * columns * 16;   // stride 128, leading columns * 16
-  const int per_row = Span / 16;
-  return swizzle<Span>(chunk / per_row * (kK * Span) + k * Span + chunk % per_row * 16);
+  if constexpr (Span == 0) {
+    return chunk * 128 + k % 8 * 16 + k / 8 * columns * 16;   // stride 128, leading columns * 16
+  } else {
+    constexpr int kChunks = Span / 16;   // of a row
+    return swizzle<Span>(chunk / kChunks * (kK * Span) + k * Span + chunk % kChunks * 16);
+  }
 }
 
 template <int Span>
@@ -54,6 +57,28 @@ __device__ u64 mn_major(const u8* tile, int columns) {
   if constexpr (Span != 0) return wgmma_descriptor_mn_major<Span>(tile, kK * Span);
 }
 
+// The whole life of one product, so that the compiler moves no accumulator between its steps.
+template <Major MajorA, Major MajorB>
+__device__ void multiply(float (&sum)[kN / 2], u64 a, u64 b, bool accumulate) {
+  ptx::wgmma_fence_registers(sum);
+  ptx::wgmma_fence();
+  ptx::wgmma<kN, Element, MajorA, MajorB>(sum, a, b, accumulate);
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_fence_registers(sum);
+}
+
+template <Major, Major MajorB>
+__device__ void multiply(float (&sum)[kN / 2], u32 (&a)[4], u64 b, bool accumulate) {
+  ptx::wgmma_fence_registers(sum);
+  ptx::wgmma_fence_registers(a);
+  ptx::wgmma_fence();
+  ptx::wgmma<kN, Element, MajorB>(sum, a, b, accumulate);
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_fence_registers(sum);
+}
+
 // a: [64][K], a_transposed: [K][64], b: [N][K], b_transposed: [K][N], c: [64][N]; d: [64][N].
 // form: 0 A shared, 1 A registers, 2 A MN-major; plus 4 for B MN-major.
 template <int Span>
@@ -75,28 +100,23 @@ __device__ void product(const u8* a, const u8* a_transposed, const u8* b, const 
     fragment[i] = *reinterpret_cast<const u32*>(a + row * kRowBytes + t * 4 + i / 2 * 16);
   }
   const u64 descriptor_a = k_major<Span>(tile_a, 64), descriptor_b = k_major<Span>(tile_b, kN);
-  ptx::wgmma_fence_registers(sum);
-  ptx::wgmma_fence();
   if constexpr (sizeof(Element) == 2) {
     const u64 descriptor_a_mn = mn_major<Span>(tile_a, 64), descriptor_b_mn = mn_major<Span>(tile_b, kN);
     switch (form) {
-      case 0: ptx::wgmma<kN, Element>(sum, descriptor_a, descriptor_b, accumulate); break;
-      case 1: ptx::wgmma<kN, Element>(sum, fragment, descriptor_b, accumulate); break;
-      case 2: ptx::wgmma<kN, Element, Major::mn>(sum, descriptor_a_mn, descriptor_b, accumulate); break;
-      case 4: ptx::wgmma<kN, Element, Major::k, Major::mn>(sum, descriptor_a, descriptor_b_mn, accumulate); break;
-      case 5: ptx::wgmma<kN, Element, Major::mn>(sum, fragment, descriptor_b_mn, accumulate); break;
-      default: ptx::wgmma<kN, Element, Major::mn, Major::mn>(sum, descriptor_a_mn, descriptor_b_mn, accumulate); break;
+      case 0: multiply<Major::k, Major::k>(sum, descriptor_a, descriptor_b, accumulate); break;
+      case 1: multiply<Major::k, Major::k>(sum, fragment, descriptor_b, accumulate); break;
+      case 2: multiply<Major::mn, Major::k>(sum, descriptor_a_mn, descriptor_b, accumulate); break;
+      case 4: multiply<Major::k, Major::mn>(sum, descriptor_a, descriptor_b_mn, accumulate); break;
+      case 5: multiply<Major::k, Major::mn>(sum, fragment, descriptor_b_mn, accumulate); break;
+      default: multiply<Major::mn, Major::mn>(sum, descriptor_a_mn, descriptor_b_mn, accumulate); break;
     }
   } else {
     if (form == 0) {
-      ptx::wgmma<kN, Element>(sum, descriptor_a, descriptor_b, accumulate);
+      multiply<Major::k, Major::k>(sum, descriptor_a, descriptor_b, accumulate);
     } else {
-      ptx::wgmma<kN, Element>(sum, fragment, descriptor_b, accumulate);
+      multiply<Major::k, Major::k>(sum, fragment, descriptor_b, accumulate);
     }
   }
-  ptx::wgmma_commit_group();
-  ptx::wgmma_wait_group<0>();
-  ptx::wgmma_fence_registers(sum);
   for (int i = 0; i < kN / 2; ++i) {
     const int row = warp * 16 + g + i / 2 % 2 * 8, column = i / 4 * 8 + t * 2 + i % 2;
     d[row * kN + column] = sum[i];
