@@ -10,10 +10,18 @@ namespace {
 bool same_wait(const Thread& a, const Thread& b) {
   if (a.state != b.state) return false;
   if (a.state == ThreadState::Exited) return true;
+  const WarpOperation *in_a = open_operation(a), *in_b = open_operation(b);
+  if (in_a || in_b) return in_a == in_b && in_a->site[a.lane()] == in_b->site[b.lane()];
   return a.wait.site == b.wait.site && a.wait.what == b.wait.what && a.wait.a == b.wait.a && a.wait.b == b.wait.b;
 }
 
 void describe(const Thread& thread, Text& text) {
+  if (const WarpOperation* operation = open_operation(thread)) {
+    text.add("wait at %s of mask 0x%08x (lanes 0x%08x missing)", operation->name, operation->mask,
+             operation->mask & ~operation->arrived);
+    text.add_site(operation->site[thread.lane()]);
+    return;
+  }
   switch (thread.state) {
     case ThreadState::Ready:
       text.add("can run");

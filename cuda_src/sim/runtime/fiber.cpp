@@ -34,8 +34,6 @@ void switch_fiber(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.conte
 
 #else
 
-extern "C" void cki_sim_switch(void** save, void* load);
-
 void prepare_fiber(Fiber& fiber, u8* stack, std::size_t size, void (*entry)()) {
   void** top = reinterpret_cast<void**>(stack + size - 64);
 #if defined(__x86_64__)
@@ -51,8 +49,6 @@ void prepare_fiber(Fiber& fiber, u8* stack, std::size_t size, void (*entry)()) {
 #endif
   fiber.stack_pointer = frame;
 }
-
-void switch_fiber(Fiber& from, Fiber& to) { cki_sim_switch(&from.stack_pointer, to.stack_pointer); }
 
 #endif
 

@@ -29,6 +29,11 @@ u8* allocate_stack();   // lowest usable byte
 void prepare_fiber(Fiber& fiber, u8* stack, std::size_t size, void (*entry)());
 
 // Saves the running context in `from` and goes on in `to`.
+#ifdef CKI_SIM_UCONTEXT
 void switch_fiber(Fiber& from, Fiber& to);
+#else
+extern "C" __attribute__((visibility("hidden"))) void cki_sim_switch(void** save, void* load);
+inline void switch_fiber(Fiber& from, Fiber& to) { cki_sim_switch(&from.stack_pointer, to.stack_pointer); }
+#endif
 
 }  // namespace cki::sim

@@ -147,25 +147,6 @@ void change_to(Fiber& from, Block& here, Thread* next) {
   if (&to != &from) switch_fiber(from, to);
 }
 
-// Leaves the thread, whose state says what it waits for.
-void reschedule(Thread& thread) {
-  Block& block = *thread.block;
-  Group& group = *block.group;
-  const u32 warp = thread.warp(), lanes = block.ready[warp];
-  if (group.plain && lanes) {
-    // By far the most frequent change: to the next lane of the warp, on its way to the same warp-wide operation.
-    block.last_warp = warp;
-    if (!(block.ready[warp] = lanes & (lanes - 1))) block.ready_warps &= ~(1u << warp);
-    Thread& next = block.threads[warp * kWarpSize + lowest(lanes)];
-    if (&next == &thread) return;
-    ++group.switches;
-    cki_sim_thread = &next.view;
-    return switch_fiber(thread.fiber, next.fiber);
-  }
-  Thread* next = pick(group, block);
-  if (next != &thread) change_to(thread.fiber, block, next);
-}
-
 void exit_thread(Thread& thread) {
   Block& block = *thread.block;
   for (Block::EngineSlot& slot : block.engines)
@@ -209,33 +190,19 @@ void prepare_threads(Block& block) {
 
 Group* running_group() { return block_of_os_thread ? block_of_os_thread->group : nullptr; }
 
-void leave_waiting_thread() {
-  Thread& thread = current_thread();
-  note_activity(*thread.block->group);
-  reschedule(thread);
+void choose_and_change(Thread& thread) {
+  Thread* next = pick(*thread.block->group, *thread.block);
+  if (next != &thread) change_to(thread.fiber, *thread.block, next);
 }
 
 void wake(Thread& thread) {
   if (thread.state == ThreadState::Waiting) make_ready(thread);
 }
 
-void wake_lanes(Block& block, u32 warp, u32 lanes) {
-  if (!lanes) return;
-  for (u32 rest = lanes; rest; rest &= rest - 1)
-    block.threads[warp * kWarpSize + lowest(rest)].state = ThreadState::Ready;
-  block.ready[warp] |= lanes;
-  block.ready_warps |= 1u << warp;
-}
-
 void yield() {
   Thread& thread = current_thread();
   make_ready(thread);
-  reschedule(thread);
-}
-
-void jitter() {
-  Group& group = *current_block().group;
-  if (group.checks.adversarial && group.random.one_in(8)) yield();
+  choose_and_change(thread);
 }
 
 void yield_poll(CallSite site) {
@@ -245,7 +212,7 @@ void yield_poll(CallSite site) {
   thread.wait = Wait{"polling loop", site};
   thread.block->polling.push_back(thread.index());
   ++group.polling;
-  reschedule(thread);
+  choose_and_change(thread);
 }
 
 void prepare_block(Block& block) {

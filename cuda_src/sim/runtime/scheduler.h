@@ -14,13 +14,12 @@ Group* running_group();   // of this OS thread, also while pending work complete
 // The condition is the caller's business: `while (!ready()) { waiters.push_back(&thread); wait({...}); }`.
 inline void wait(const Wait& wait);
 void wake(Thread& thread);
-void wake_lanes(Block& block, u32 warp, u32 lanes);   // all of which wait
 
 // Lets another thread run, if the schedule has one; the current thread stays runnable.
 void yield();
 
 // In adversarial mode yields now and then. Instructions that others can observe call it first.
-void jitter();
+inline void jitter();
 
 // A look at memory that another thread or block shall change: runs everybody else before the next look, and reports a
 // deadlock when nobody does anything but poll.
@@ -36,26 +35,52 @@ inline void note_activity(Group& group) { group.poll_rounds = 0; }
 // Makes the threads of a block ready, on the block's own OS thread.
 void prepare_block(Block& block);
 
-// The second half of wait(): another thread runs, until this one is woken.
-void leave_waiting_thread();
-
-// Inlined, and member by member: copying a Wait that was just written costs a failed store forwarding at every change.
-inline void wait(const Wait& wait) {
-  Thread& thread = current_thread();
-  thread.state = ThreadState::Waiting;
-  thread.wait.what = wait.what;
-  thread.wait.site = wait.site;
-  thread.wait.a = wait.a;
-  thread.wait.b = wait.b;
-  thread.wait.describe = wait.describe;
-  leave_waiting_thread();
-}
-
 // Runs the block group to its end on the calling OS thread; called once for each block of the group, after all of them have
 // been prepared.
 void run_block(Block& block, bool starts);
 
 // Ends the group at once; used by fatal().
 [[noreturn]] void abandon_group(Group& group);
+
+// ---- the frequent paths, inlined ----
+
+void choose_and_change(Thread& thread);   // to whom the schedule says
+
+// Leaves the current thread, whose state or warp says what it waits for, until it is chosen again.
+inline void leave(Thread& thread) {
+  Block& block = *thread.block;
+  Group& group = *block.group;
+  const u32 warp = thread.warp(), lanes = block.ready[warp];
+  thread.state = ThreadState::Waiting;
+  if (group.plain && lanes) {
+    // By far the most frequent change: to the next lane of the warp, on its way to the same warp-wide operation.
+    block.last_warp = warp;
+    if (!(block.ready[warp] = lanes & (lanes - 1))) block.ready_warps &= ~(1u << warp);
+    Thread& next = block.threads[warp * kWarpSize + static_cast<u32>(__builtin_ctz(lanes))];
+    ++group.switches;
+    cki_sim_thread = &next.view;
+    switch_fiber(thread.fiber, next.fiber);
+  } else {
+    choose_and_change(thread);
+  }
+  thread.state = ThreadState::Ready;
+}
+
+inline void wait(const Wait& wait) {
+  Thread& thread = current_thread();
+  thread.wait = wait;
+  note_activity(*thread.block->group);
+  leave(thread);
+}
+
+inline void wake_lanes(Block& block, u32 warp, u32 lanes) {   // all of which wait
+  block.ready[warp] |= lanes;
+  if (lanes) block.ready_warps |= 1u << warp;
+}
+
+inline void jitter() {
+  Group& group = *current_block().group;
+  if (group.checks.adversarial && group.random.one_in(8)) yield();
+}
 
 }  // namespace cki::sim

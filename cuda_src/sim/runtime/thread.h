@@ -22,13 +22,14 @@ struct Wait {
   DescribeWait describe = nullptr;
 };
 
-struct Thread {
+// Every change of threads touches the members up to `result`: one cache line.
+struct alignas(64) Thread {
   cki_sim_thread_view view;        // first: cki_sim_thread points here
   Block* block = nullptr;
-  ThreadState state = ThreadState::Exited;
-  Wait wait;
-  u64 result = 0;                  // left by whoever wakes the thread
   Fiber fiber;
+  ThreadState state = ThreadState::Exited;
+  u64 result = 0;                  // left by whoever wakes the thread
+  Wait wait;
 
   u32 index() const { return view.linear_index; }
   u32 warp() const { return view.linear_index / kWarpSize; }

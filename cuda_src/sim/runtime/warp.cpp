@@ -13,12 +13,35 @@ namespace {
 
 u32 lowest(u32 mask) { return static_cast<u32>(__builtin_ctz(mask)); }
 
-void describe_wait(const Thread& thread, Text& text) {
-  const Warp& warp = thread.block->warps[thread.warp()];
-  for (const WarpOperation& operation : warp.pending)
-    if (operation.arrived >> thread.lane() & 1)
-      text.add(" of mask 0x%08x (lanes 0x%08x missing)", operation.mask, operation.mask & ~operation.arrived);
+Warp& warp_of(const Thread& thread) { return thread.block->warps[thread.warp()]; }
+
+// ---- faults; apart from the rendezvous, so that its own code and stack stay small ----
+
+[[noreturn, gnu::noinline]] void fatal_missing(CallSite site, const char* name, u32 mask, u32 missing) {
+  fatal(site, "%s needs all lanes of mask 0x%08x, but lanes 0x%08x do not exist or have exited", name, mask, missing);
 }
+
+[[noreturn, gnu::noinline]] void fatal_not_in_mask(CallSite site, const char* name, u32 mask, u32 lane) {
+  fatal(site, "%s: the calling lane %u is not in its mask 0x%08x", name, lane, mask);
+}
+
+[[noreturn, gnu::noinline]] void fatal_kind(CallSite site, const char* name, u32 lane, const WarpOperation& other) {
+  const u32 first = lowest(other.arrived);
+  fatal(site, "other lanes of mask 0x%08x are in a %s%s, but lane %u in a %s", other.mask, other.name,
+        SiteText(other.site[first]).text, lane, name);
+}
+
+[[noreturn, gnu::noinline]] void fatal_overlap(CallSite site, const char* name, u32 mask, u32 lane,
+                                               const WarpOperation& other) {
+  fatal(site, "%s: mask 0x%08x names lanes that wait for this lane %u in a %s of mask 0x%08x", name, mask, lane,
+        other.name, other.mask);
+}
+
+[[noreturn, gnu::noinline]] void fatal_too_many(CallSite site, const char* name) {
+  fatal(site, "%s: more than four warp-wide operations of one warp are open", name);
+}
+
+// ---- the rendezvous ----
 
 // The open operation with this mask, or a free entry. Open masks may overlap: some lanes may wait for the whole warp while
 // the others still shuffle among themselves. But when the caller's mask names a lane that waits in an operation which itself
@@ -28,23 +51,53 @@ WarpOperation& find_operation(Warp& warp, u32 mask, u32 lane, const char* name, 
     WarpOperation& operation = warp.pending[lowest(open)];
     if (operation.mask == mask && !(operation.arrived >> lane & 1)) return operation;
     if (operation.arrived & mask && operation.mask >> lane & 1)
-      fatal(site, "%s: mask 0x%08x names lanes that wait for this lane %u in a %s of mask 0x%08x", name, mask, lane,
-            operation.name, operation.mask);
+      fatal_overlap(site, name, mask, lane, operation);
   }
   const u32 entry = lowest(~warp.open);
-  if (entry >= Warp::kEntries) fatal(site, "%s: more than four warp-wide operations of one warp are open", name);
+  if (entry >= Warp::kEntries) fatal_too_many(site, name);
   return warp.pending[entry];
 }
 
 void complete(Thread& last, WarpOperation& operation) {
+  Warp& warp = warp_of(last);
   operation.mask = operation.arrived;
   operation.complete(last, operation);
   operation.arrived = 0;
-  Warp& warp = last.block->warps[last.warp()];
   warp.open &= ~(1u << (&operation - warp.pending));
   u32 others = operation.mask;
   if (last.state != ThreadState::Exited) others &= ~(1u << last.lane());
   wake_lanes(*last.block, last.warp(), others);
+}
+
+inline u64 rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 value, u32 argument, void* pointer,
+                      CompleteWarpOperation complete_operation) {
+  Thread& thread = current_thread();
+  Warp& warp = warp_of(thread);
+  const u32 lane = thread.lane(), missing = mask & (~warp.lanes | warp.exited);
+  if (missing && kind >= CKI_SIM_WARP_OPERATIONS) fatal_missing(site, name, mask, missing);
+  mask &= warp.lanes;
+  if (!(mask >> lane & 1)) fatal_not_in_mask(site, name, mask, lane);
+  WarpOperation& operation = find_operation(warp, mask, lane, name, site);
+  if (!operation.arrived) {
+    warp.open |= 1u << (&operation - warp.pending);
+    operation.mask = mask;
+    operation.kind = kind;
+    operation.name = name;
+    operation.complete = complete_operation;
+  } else if (operation.kind != kind) {
+    fatal_kind(site, name, lane, operation);
+  }
+  operation.site[lane] = site;
+  operation.value[lane] = value;
+  operation.argument[lane] = argument;
+  operation.pointer[lane] = pointer;
+  operation.arrived |= 1u << lane;
+  note_activity(*thread.block->group);
+  if (((operation.arrived | warp.exited) & mask) == mask)
+    complete(thread, operation);
+  else
+    leave(thread);
+  return warp.result[lane];
 }
 
 // ---- the core's operations ----
@@ -60,12 +113,12 @@ u32 shuffle_source(int kind, u32 lane, u32 argument) {
 }
 
 void shuffle(Thread& last, WarpOperation& operation) {
-  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  u64* result = warp_of(last).result;
   // A lane outside the mask gives an undefined value: the adversary's choice is all ones, a NaN in every float type.
   const u64 undefined = last.block->group->checks.adversarial ? ~u64{0} : 0;
   for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) {
     const u32 lane = lowest(lanes), source = shuffle_source(operation.kind, lane, operation.argument[lane]) % kWarpSize;
-    warp[lane].result = operation.mask >> source & 1 ? operation.value[source] : undefined;
+    result[lane] = operation.mask >> source & 1 ? operation.value[source] : undefined;
   }
 }
 
@@ -87,38 +140,38 @@ u64 combine(int kind, u64 a, u64 b) {
 }
 
 void reduce(Thread& last, WarpOperation& operation) {
-  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  u64* result = warp_of(last).result;
   u32 lanes = operation.mask;
   u64 total = operation.value[lowest(lanes)];
   for (lanes &= lanes - 1; lanes; lanes &= lanes - 1)
     total = combine(operation.kind, total, operation.value[lowest(lanes)]);
-  for (lanes = operation.mask; lanes; lanes &= lanes - 1) warp[lowest(lanes)].result = total;
+  for (lanes = operation.mask; lanes; lanes &= lanes - 1) result[lowest(lanes)] = total;
 }
 
 void ballot(Thread& last, WarpOperation& operation) {
-  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  u64* result = warp_of(last).result;
   u64 total = 0;
   for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1)
     if (operation.value[lowest(lanes)]) total |= u64{1} << lowest(lanes);
-  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) warp[lowest(lanes)].result = total;
+  for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) result[lowest(lanes)] = total;
 }
 
 void match(Thread& last, WarpOperation& operation) {
-  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  u64* result = warp_of(last).result;
   for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1) {
     const u32 lane = lowest(lanes);
     u64 equal = 0;
     for (u32 others = operation.mask; others; others &= others - 1)
       if (operation.value[lowest(others)] == operation.value[lane]) equal |= u64{1} << lowest(others);
     if (operation.kind == CKI_SIM_MATCH_ALL && equal != operation.mask) equal = 0;
-    warp[lane].result = equal;
+    result[lane] = equal;
   }
 }
 
 void elect(Thread& last, WarpOperation& operation) {
-  Thread* warp = &last.block->threads[last.warp() * kWarpSize];
+  u64* result = warp_of(last).result;
   for (u32 lanes = operation.mask; lanes; lanes &= lanes - 1)
-    warp[lowest(lanes)].result = lowest(lanes) == lowest(operation.mask);
+    result[lowest(lanes)] = lowest(lanes) == lowest(operation.mask);
 }
 
 // The only warp-wide operation that orders memory.
@@ -149,37 +202,14 @@ constexpr Operation kOperations[CKI_SIM_WARP_OPERATIONS] = {
 
 u64 warp_rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 value, u32 argument, void* pointer,
                     CompleteWarpOperation complete_operation) {
-  Thread& thread = current_thread();
-  Warp& warp = thread.block->warps[thread.warp()];
-  const u32 lane = thread.lane();
-  const bool needs_all = kind >= CKI_SIM_WARP_OPERATIONS;
-  if (needs_all && mask & (~warp.lanes | warp.exited))
-    fatal(site, "%s needs all lanes of mask 0x%08x, but lanes 0x%08x do not exist or have exited", name, mask,
-          mask & (~warp.lanes | warp.exited));
-  mask &= warp.lanes;
-  if (!(mask >> lane & 1)) fatal(site, "%s: the calling lane %u is not in its mask 0x%08x", name, lane, mask);
-  note_activity(*thread.block->group);
-  WarpOperation& operation = find_operation(warp, mask, lane, name, site);
-  if (!operation.arrived) {
-    warp.open |= 1u << (&operation - warp.pending);
-    operation.mask = mask;
-    operation.kind = kind;
-    operation.name = name;
-    operation.complete = complete_operation;
-    operation.site = site;
-  } else if (operation.kind != kind) {
-    fatal(site, "other lanes of mask 0x%08x are in a %s%s, but lane %u in a %s", mask, operation.name,
-          SiteText(operation.site).text, lane, name);
-  }
-  operation.value[lane] = value;
-  operation.argument[lane] = argument;
-  operation.pointer[lane] = pointer;
-  operation.arrived |= 1u << lane;
-  if (((operation.arrived | warp.exited) & mask) == mask)
-    complete(thread, operation);
-  else
-    wait(Wait{name, site, mask, static_cast<u64>(kind), describe_wait});
-  return thread.result;
+  return rendezvous(site, kind, name, mask, value, argument, pointer, complete_operation);
+}
+
+const WarpOperation* open_operation(const Thread& thread) {
+  const Warp& warp = warp_of(thread);
+  for (u32 open = warp.open; open; open &= open - 1)
+    if (warp.pending[lowest(open)].arrived >> thread.lane() & 1) return &warp.pending[lowest(open)];
+  return nullptr;
 }
 
 void warp_after_exit(Thread& thread) {
@@ -188,7 +218,8 @@ void warp_after_exit(Thread& thread) {
   for (WarpOperation& operation : warp.pending) {
     if (!operation.arrived || !(operation.mask >> thread.lane() & 1)) continue;
     if (operation.kind >= CKI_SIM_WARP_OPERATIONS)
-      fatal(operation.site, "%s waits for lane %u, which exits", operation.name, thread.lane());
+      fatal(operation.site[lowest(operation.arrived)], "%s waits for lane %u, which exits", operation.name,
+            thread.lane());
     if (((operation.arrived | warp.exited) & operation.mask) == operation.mask) complete(thread, operation);
   }
 }
@@ -200,6 +231,6 @@ using namespace cki::sim;
 extern "C" std::uint64_t cki_sim_warp(int operation, unsigned mask, std::uint64_t value, unsigned argument) {
   const CallSite site = CKI_SIM_CALL_SITE;
   jitter();
-  return warp_rendezvous(site, operation, kOperations[operation].name, mask, value, argument, nullptr,
-                         kOperations[operation].complete);
+  return rendezvous(site, operation, kOperations[operation].name, mask, value, argument, nullptr,
+                    kOperations[operation].complete);
 }

@@ -8,7 +8,7 @@ struct Thread;
 struct WarpOperation;
 
 // Computes the operation for all lanes of its mask; runs on the last lane that arrives. Leaves results through the lanes'
-// pointers, or in `result` of their Thread.
+// pointers, or in their warp's `result`.
 using CompleteWarpOperation = void (*)(Thread& last, WarpOperation& operation);
 
 // One operation that some lanes of a warp have reached.
@@ -18,7 +18,7 @@ struct WarpOperation {
   int kind = 0;
   const char* name = "";
   CompleteWarpOperation complete = nullptr;
-  CallSite site = nullptr;
+  CallSite site[kWarpSize];
   u64 value[kWarpSize];
   u32 argument[kWarpSize];
   void* pointer[kWarpSize];
@@ -30,14 +30,18 @@ struct Warp {
   u32 open = 0;               // entries of `pending` in use
   u32 lanes = 0;              // lanes that exist
   u32 exited = 0;             // lanes that have returned from the kernel: no operation waits for them
+  u64 result[kWarpSize];      // of the last operation that each lane took part in
 };
 
 // Joins the operation of kind `kind` for `mask` and returns when it is complete. Masks that wait for each
 // other, a caller outside its mask, and different kinds in one mask are fatal. Engines take kinds from CKI_SIM_WARP_OPERATIONS + n on (mma, ldmatrix, ...)
 // and those need every lane of `mask` to exist; the others go on without lanes that have exited. When `complete` runs,
-// operation.mask holds the lanes that came. `name` is for the reports. The returned value is the thread's `result`.
+// operation.mask holds the lanes that came. `name` is for the reports. Returns the lane's `result`.
 u64 warp_rendezvous(CallSite site, int kind, const char* name, u32 mask, u64 value, u32 argument, void* pointer,
                     CompleteWarpOperation complete);
+
+// The operation that the thread waits in, or null.
+const WarpOperation* open_operation(const Thread& thread);
 
 // The thread has exited: operations that waited for its lane may now be complete.
 void warp_after_exit(Thread& thread);
