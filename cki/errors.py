@@ -71,4 +71,10 @@ class SimulationError(CkiError, RuntimeError):
 
 
 class OutOfBlocksError(CkiError, MemoryError):
-    """The paged-block allocator has too few free blocks; its state is unchanged."""
+    """A paged cache has `free` blocks, slots or bytes and `needed` are wanted; nothing changed: free some, retry."""
+
+    def __init__(self, summary: str, *, needed: int = 0, free: int = 0, hint: str = "") -> None:
+        super().__init__(_describe(summary, (), hint))
+        self.needed = needed
+        self.free = free
+        self.hint = hint

@@ -1,0 +1,180 @@
+"""The arguments of a paged KV cache: every rule, checked before any memory is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cki import driver, dtypes
+from cki.device import current
+from cki.dtypes import DType
+from cki.errors import InvalidArgumentError
+from cki.memory.checks import SIZE, is_integer, is_size
+from cki.memory.layout import CacheShape
+
+DTYPES = (dtypes.f16, dtypes.bf16, dtypes.f32, dtypes.e4m3)
+#: Tokens for which a block table has columns when nothing else is said.
+DEFAULT_TOKENS = 32768
+
+
+class Checked(NamedTuple):
+    """Arguments that hold together.  static_scales: of keys and values, fp32 [num_layers, num_kv_heads]."""
+
+    shape: CacheShape
+    num_blocks: int
+    max_num_blocks: int
+    static_scales: tuple[np.ndarray, np.ndarray] | None
+
+
+def as_dtype(dtype: Any) -> DType:
+    """The element type that a name, a NumPy or torch dtype or a DType stands for.  InvalidTypeError for others."""
+    if isinstance(dtype, DType):
+        return dtype
+    name = str(dtype)
+    if isinstance(dtype, str) or name.startswith("torch."):
+        return dtypes.from_name(name.removeprefix("torch."))
+    return dtypes.from_numpy(dtype)
+
+
+def check(
+    *,
+    num_layers: Any,
+    num_blocks: Any,
+    nbytes: Any,
+    block_size: Any,
+    num_kv_heads: Any,
+    head_dim: Any,
+    dtype: Any,
+    value_head_dim: Any,
+    max_sequences: Any,
+    max_blocks_per_sequence: Any,
+    max_step_tokens: Any,
+    max_num_blocks: Any,
+    static_scales: Any,
+) -> Checked:
+    """The arguments of PagedKVCache, defaults filled in; InvalidArgumentError with every rule that is broken."""
+    problems = []
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    required = {
+        "num_layers": num_layers, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+        "value_head_dim": value_head_dim, "max_sequences": max_sequences, "max_step_tokens": max_step_tokens,
+    }  # fmt: skip
+    optional = {
+        "num_blocks": num_blocks, "max_num_blocks": max_num_blocks, "max_blocks_per_sequence": max_blocks_per_sequence,
+    }  # fmt: skip
+    sizes = {**required, **{name: value for name, value in optional.items() if value is not None}}
+    problems += [f"{name}={value!r} is not {SIZE}" for name, value in sizes.items() if not is_size(value)]
+    try:
+        element = as_dtype(dtype)
+    except TypeError:
+        element = dtypes.u8
+    if element not in DTYPES:
+        problems.append(f"dtype={dtype!r} is none of {', '.join(map(repr, DTYPES))}")
+    if (num_blocks is None) == (nbytes is None):
+        problems.append("one of num_blocks and bytes is needed, not both")
+    if nbytes is not None and (not is_integer(nbytes) or nbytes < 1):
+        problems.append(f"bytes={nbytes!r} is not a positive integer")
+    scales = _static_scales(static_scales, (num_layers, num_kv_heads), problems)
+    if static_scales is not None and element is not dtypes.e4m3:
+        problems.append(f"static_scales belong to dtype e4m3, not {element}")
+    if problems:
+        raise _refusal(problems)
+
+    shape = CacheShape(
+        num_layers=int(num_layers), block_size=int(block_size), num_kv_heads=int(num_kv_heads), head_dim=int(head_dim),
+        value_head_dim=int(value_head_dim), dtype=element, token_scales=element is dtypes.e4m3 and scales is None,
+        static_scales=scales is not None, max_sequences=int(max_sequences),
+        max_blocks_per_sequence=int(max_blocks_per_sequence or 1), max_step_tokens=int(max_step_tokens),
+    )  # fmt: skip
+    blocks = int(nbytes) // shape.bytes_per_block if num_blocks is None else int(num_blocks)
+    most = blocks if max_num_blocks is None else int(max_num_blocks)
+    if not is_size(blocks):
+        problems.append(f"bytes={nbytes} is {blocks} blocks of {shape.bytes_per_block} bytes each")
+    elif most < blocks:
+        problems.append(f"max_num_blocks={max_num_blocks} is below the {blocks} blocks to start with")
+    if problems:
+        raise _refusal(problems)
+    if max_blocks_per_sequence is None:
+        columns = min(most, -(-DEFAULT_TOKENS // shape.block_size))
+        shape = replace(shape, max_blocks_per_sequence=columns)
+    if shape.max_blocks_per_sequence * shape.block_size >= 2**31:
+        tokens = shape.max_blocks_per_sequence * shape.block_size
+        raise _refusal([f"max_blocks_per_sequence * block_size = {tokens} tokens do not fit 32-bit lengths"])
+    return Checked(shape, blocks, most, scales)
+
+
+def _refusal(problems: list[str]) -> InvalidArgumentError:
+    example = 'PagedKVCache(32, 4096, num_kv_heads=8, head_dim=128, dtype="bf16")'
+    return InvalidArgumentError("PagedKVCache: arguments that do not work", problems, example)
+
+
+def _static_scales(
+    scales: Any, shape: tuple[Any, Any], problems: list[str]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    if scales is None or not all(map(is_size, shape)):
+        return None
+    try:
+        keys, values = (np.broadcast_to(np.asarray(part, np.float32), shape).copy() for part in scales)
+    except (TypeError, ValueError):
+        problems.append(
+            f"static_scales are not (of keys, of values), each [num_layers, num_kv_heads] = {shape}"
+        )
+        return None
+    for name, part in (("keys", keys), ("values", values)):
+        if not (np.isfinite(part) & (part > 0)).all():
+            problems.append(f"static_scales of {name} are not all positive and finite")
+    return keys, values
+
+
+def gpu_index(device: int | str | None) -> int | None:
+    """The GPU that `device` means, None for the simulated device."""
+    kind, _, number = str(device).partition(":")
+    if device is None:
+        kind, number = current().kind, ""
+    elif is_integer(device):
+        kind, number = "cuda", str(device)
+    if kind == "sim" and not number:
+        return None
+    if kind != "cuda" or (":" in str(device) and not number.isdecimal()):
+        raise InvalidArgumentError(f"device={device!r}", hint='"sim", "cuda", "cuda:1" or the index of a GPU')
+    index = int(number) if number else max(driver.current_device(), 0)
+    return driver.device_info(index).index
+
+
+def from_config(config: Any, num_blocks: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of PagedKVCache for a Hugging Face config or a dict of one; `options` take precedence."""
+
+    def get(source: Any, name: str) -> Any:
+        return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+    text = get(config, "text_config") or config  # of models that also see or hear
+    heads, hidden = get(text, "num_attention_heads"), get(text, "hidden_size")
+    found = {
+        "num_layers": get(text, "num_hidden_layers"),
+        "num_kv_heads": get(text, "num_key_value_heads") or heads,
+        "head_dim": get(text, "head_dim") or (hidden // heads if heads and hidden else None),
+        "dtype": get(text, "dtype") or get(text, "torch_dtype") or "bf16",
+    }
+    arguments = {**found, **options}
+    missing = [name for name in found if arguments[name] is None]
+    if missing:
+        raise InvalidArgumentError(
+            f"the config does not say {', '.join(missing)}",
+            hint="a config with num_hidden_layers, num_key_value_heads, head_dim; or these as arguments",
+        )
+    positions = get(text, "max_position_embeddings")
+    block_size = arguments.get("block_size", 16)
+    if is_size(positions) and is_size(block_size) and "max_blocks_per_sequence" not in arguments:
+        columns = -(-positions // block_size)
+        if is_size(num_blocks):
+            columns = min(columns, arguments.get("max_num_blocks") or num_blocks)
+        arguments["max_blocks_per_sequence"] = columns
+    return arguments
+
+
+def has_driver() -> bool:
+    """Whether the CUDA driver was started in this process."""
+    return driver.api.cache_info().currsize > 0

@@ -1,0 +1,352 @@
+"""Which block of a paged cache belongs to which sequence: the whole policy, and nothing of any device.
+
+A cache is cut into blocks of `block_size` tokens.  A sequence owns a list of blocks (a row of `table`); token t of it
+lies in block `table[row, t // block_size]` at offset `t % block_size`.
+
+* A block is taken when a token first needs it, or ahead of time when a sequence is created with a known prompt.
+* Blocks count their owners.  `fork` shares all blocks that hold tokens; full blocks are never written again, so only a
+  shared, partly filled last block has to be copied, by the owner that writes first.  The last owner writes in place.
+* A full block whose tokens are known is found again by its content: the digest of its tokens chained to the digest of
+  all blocks before it, so that equal digests mean equal prefixes.  Such a block keeps its content when its last owner
+  leaves, and counts as free; it is emptied only when no other block is free, the least recently used first.
+* Every operation either happens whole or raises and changes nothing.
+
+The unit of work is a batch of sequences, in NumPy: a step of 256 sequences costs tens of microseconds.  Paging is the
+idea of vLLM (https://arxiv.org/abs/2309.06180); chained digests and the order of eviction are those of its v1.
+Not safe for several threads at once: a scheduler owns it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cki.errors import InvalidArgumentError, OutOfBlocksError
+from cki.memory.checks import SIZE, is_integer, is_size, token_counts, token_ids
+
+#: Several sequences, or one.
+Sequences = int | Sequence[int]
+
+
+class BlockAllocator:
+    """num_blocks blocks of block_size tokens for at most max_sequences sequences at a time.
+
+    max_blocks_per_sequence: columns of `table`; default num_blocks.
+
+    table: int32 [max_sequences, max_blocks_per_sequence], block ids by row and place; stale past a row's blocks.
+    lengths: int64 [max_sequences], tokens of each row.  held: int64 [max_sequences], blocks of each row.
+    version: changes whenever an entry of `table` in use does.  Read these; only the methods write them.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_sequences: int = 256,
+        max_blocks_per_sequence: int | None = None,
+    ) -> None:
+        columns = num_blocks if max_blocks_per_sequence is None else max_blocks_per_sequence
+        sizes = {
+            "num_blocks": num_blocks, "block_size": block_size, "max_sequences": max_sequences,
+            "max_blocks_per_sequence": columns,
+        }  # fmt: skip
+        problems = [f"{name}={value!r}" for name, value in sizes.items() if not is_size(value)]
+        if problems:
+            raise InvalidArgumentError("BlockAllocator: sizes out of range", problems, f"each {SIZE}")
+        self.num_blocks, self.block_size = int(num_blocks), int(block_size)
+        self.table = np.zeros((max_sequences, columns), np.int32)
+        self.lengths = np.zeros(max_sequences, np.int64)
+        self.held = np.zeros(max_sequences, np.int64)
+        self.version = 0
+        self._owners = np.zeros(num_blocks, np.int32)
+        # Free blocks without content: a stack, the lowest ids on top at first.
+        self._empty = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_empty = self.num_blocks
+        # Free blocks with content, the least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._rows: dict[int, int] = {}
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._next_id = 0
+        # Prompts not yet stored in full: row -> (digests of its full blocks, how many are published).
+        self._prompts: dict[int, tuple[list[bytes], int]] = {}
+
+    # ------------------------------------------------------------ counts
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken, those with reusable content included."""
+        return self._num_empty + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one owner."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks with two owners or more."""
+        return int(np.count_nonzero(self._owners > 1))
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content can still be shared."""
+        return len(self._cached)
+
+    @property
+    def num_sequences(self) -> int:
+        """Live sequences."""
+        return len(self._rows)
+
+    # ------------------------------------------------------------ sequences
+
+    def create(self, tokens: int | Sequence[int] | np.ndarray = 0) -> int:
+        """A new sequence with blocks for its prompt; returns its id (never used twice).
+
+        tokens: the prompt's token ids, or only their number.  With ids the sequence starts with the blocks of the
+        longest prefix that is stored already, and `length` says how many tokens that is; at least the last
+        token is left to compute, for its logits are needed.  With a number it starts with length 0.  `append` then
+        adds the rest; blocks that it fills can be shared from that moment.
+        """
+        if is_integer(tokens):
+            count, digests = int(token_counts(tokens, 1)[0]), []
+        else:
+            ids = token_ids(tokens)  # type: ignore[arg-type]
+            count, digests = len(ids), self._digests(ids)
+        total = -(-count // self.block_size)
+        if total > self.table.shape[1]:
+            raise InvalidArgumentError(self._too_long(f"a prompt of {count} tokens", total))
+        hits: list[int] = []
+        for digest in digests[: max(count - 1, 0) // self.block_size]:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            hits.append(block)
+        revived = sum(block in self._cached for block in hits)
+        self._require_row()
+        self._require_blocks(total - len(hits) + revived)
+        for block in hits:
+            self._cached.pop(block, None)
+        self._owners[hits] += 1
+        sequence, row = self._new_row()
+        self.table[row, : len(hits)] = hits
+        self.table[row, len(hits) : total] = self._take(total - len(hits))
+        self.held[row] = total
+        self.lengths[row] = len(hits) * self.block_size
+        if len(hits) < len(digests):
+            self._prompts[row] = digests, len(hits)
+        return sequence
+
+    def append(self, sequences: Sequences, counts: int | Sequence[int] | np.ndarray = 1) -> np.ndarray:
+        """Room for more tokens at the end of each sequence; their lengths grow by `counts`.
+
+        Returns the copies to make before the tokens are written: int32 [copies, 2], (source, target) block ids.
+        """
+        rows = self.rows_of(sequences)
+        return self.append_rows(rows, token_counts(counts, len(rows)))
+
+    def append_rows(self, rows: np.ndarray, added: np.ndarray) -> np.ndarray:
+        """`append` for checked arguments: rows of `table`, int64 counts of new tokens."""
+        size = self.block_size
+        lengths, held = self.lengths[rows], self.held[rows]
+        ends = lengths + added
+        wanted = -(-ends // size)
+        if wanted.max(initial=0) > self.table.shape[1]:
+            worst = int(np.argmax(wanted))
+            what = f"sequence {self._id_of(int(rows[worst]))} with {ends[worst]} tokens"
+            raise InvalidArgumentError(self._too_long(what, int(wanted[worst])))
+        new = np.maximum(wanted - held, 0)
+        num_new = int(new.sum())
+        copied = self._rows_to_copy(rows, lengths, added)
+        self._require_blocks(num_new + len(copied))
+
+        taken = self._take(num_new + len(copied))
+        copies = np.empty((len(copied), 2), np.int32)
+        if len(copied):
+            place = rows[copied], lengths[copied] // size
+            copies[:, 0], copies[:, 1] = self.table[place], taken[num_new:]
+            np.subtract.at(self._owners, copies[:, 0], 1)
+            self.table[place] = copies[:, 1]
+        if num_new:
+            owner = np.repeat(np.arange(len(rows)), new)
+            ordinal = np.arange(num_new) - (np.cumsum(new) - new)[owner]
+            self.table[rows[owner], held[owner] + ordinal] = taken[:num_new]
+            self.held[rows] = held + new
+        self.version += len(taken) > 0
+        self.lengths[rows] = ends
+        for row in list(self._prompts):
+            self._publish(row)
+        return copies
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens in the same blocks (a partly filled last one too); returns its id."""
+        (parent,) = self.rows_of(sequence)
+        self._require_row()
+        stored = -(-int(self.lengths[parent]) // self.block_size)
+        child_id, child = self._new_row()
+        blocks = self.table[parent, :stored]
+        self._owners[blocks] += 1
+        self.table[child, :stored] = blocks
+        self.held[child], self.lengths[child] = stored, self.lengths[parent]
+        return child_id
+
+    def free(self, sequence: int, tokens: Sequence[int] | np.ndarray | None = None) -> int:
+        """Give up a sequence; returns how many blocks became free (shared ones stay with their other owners).
+
+        tokens: ids of all tokens that it holds, prompt and generated.  With them all of its full blocks can be found
+        by later prompts; without them only those of a prompt given to `create`.
+        """
+        (row,) = map(int, self.rows_of(sequence))
+        if tokens is not None:
+            ids = token_ids(tokens)
+            if len(ids) != self.lengths[row]:
+                raise InvalidArgumentError(
+                    f"{len(ids)} tokens of sequence {sequence}, which holds {self.lengths[row]}",
+                    hint="the ids of all tokens that it holds",
+                )
+            self._prompts[row] = self._digests(ids), 0
+            self._publish(row)
+        self._prompts.pop(row, None)
+        blocks = self.table[row, : self.held[row]]
+        self._owners[blocks] -= 1
+        left = blocks[self._owners[blocks] == 0]
+        # The end first: of a prefix that is cached, the tail goes before what it hangs on.
+        for block in left[::-1].tolist():
+            if block in self._digest_of:
+                self._cached[block] = None
+            else:
+                self._put(block)
+        self.lengths[row] = self.held[row] = 0
+        del self._rows[sequence]
+        self._free_rows.append(row)
+        return len(left)
+
+    def grow(self, num_blocks: int) -> None:
+        """More blocks; those that exist keep their ids."""
+        if not is_size(num_blocks) or num_blocks < self.num_blocks:
+            raise InvalidArgumentError(
+                f"num_blocks={num_blocks!r}", hint=f"an integer from {self.num_blocks} to 2^31 - 1"
+            )
+        fresh = np.arange(num_blocks - 1, self.num_blocks - 1, -1, dtype=np.int32)
+        self._empty = np.resize(np.concatenate([fresh, self._empty[: self._num_empty]]), num_blocks)
+        self._num_empty += len(fresh)
+        self._owners = np.concatenate([self._owners, np.zeros(len(fresh), np.int32)])
+        self.num_blocks = int(num_blocks)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return int(self.lengths[self.rows_of(sequence)[0]])
+
+    def blocks(self, sequence: int) -> list[int]:
+        """Block ids of a sequence, in order; those reserved for tokens to come included."""
+        (row,) = self.rows_of(sequence)
+        found: list[int] = self.table[row, : self.held[row]].tolist()
+        return found
+
+    def rows_of(self, sequences: Sequences) -> np.ndarray:
+        """Rows of `table` of live sequences.  Freed, unknown and repeated ids raise InvalidArgumentError."""
+        ids = (sequences,) if isinstance(sequences, (int, np.integer)) else tuple(sequences)
+        try:
+            rows = np.fromiter(map(self._rows.__getitem__, ids), np.int64, len(ids))
+        except (KeyError, TypeError):
+            problems = [self._complaint(i) for i in ids if not is_integer(i) or i not in self._rows]
+            raise InvalidArgumentError("sequences that do not exist", problems) from None
+        if len(set(ids)) != len(ids):
+            repeated = sorted({i for i in ids if ids.count(i) > 1})
+            raise InvalidArgumentError(f"sequences named twice in one call: {repeated}")
+        return rows
+
+    # ------------------------------------------------------------ inside
+
+    def _complaint(self, sequence: Any) -> str:
+        if is_integer(sequence) and 0 <= sequence < self._next_id:
+            return f"sequence {sequence} was freed already"
+        return f"sequence {sequence!r} was never created"
+
+    def _id_of(self, row: int) -> int:
+        return next(sequence for sequence, its_row in self._rows.items() if its_row == row)
+
+    def _too_long(self, what: str, needed: int) -> str:
+        columns = self.table.shape[1]
+        limit = f"max_blocks_per_sequence={columns} allows {columns * self.block_size} tokens"
+        return f"{what} needs {needed} blocks; {limit}"
+
+    def _require_row(self) -> None:
+        if not self._free_rows:
+            count = len(self._rows)
+            raise OutOfBlocksError(
+                f"all {count} sequence slots are occupied", needed=1,
+                hint="free a sequence, or a larger max_sequences",
+            )  # fmt: skip
+
+    def _require_blocks(self, needed: int) -> None:
+        if needed > self.num_free:
+            raise OutOfBlocksError(
+                f"out of blocks: {needed} needed, {self.num_free} of {self.num_blocks} free "
+                f"({len(self._rows)} sequences hold the rest)",
+                needed=needed, free=self.num_free,
+                hint="free a sequence (preempt it: its tokens can be computed again later), or more blocks",
+            )  # fmt: skip
+
+    def _new_row(self) -> tuple[int, int]:
+        sequence, row = self._next_id, self._free_rows.pop()
+        self._next_id += 1
+        self._rows[sequence] = row
+        self.version += 1
+        return sequence, row
+
+    def _take(self, count: int) -> np.ndarray:
+        while self._num_empty < count:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._digest_of.pop(block)]
+            self._put(block)
+        self._num_empty -= count
+        taken = self._empty[self._num_empty : self._num_empty + count][::-1].copy()
+        self._owners[taken] = 1
+        return taken
+
+    def _put(self, block: int) -> None:
+        self._empty[self._num_empty] = block
+        self._num_empty += 1
+
+    def _rows_to_copy(self, rows: np.ndarray, lengths: np.ndarray, added: np.ndarray) -> np.ndarray:
+        """Positions in `rows` of those that are to write into a block which others own too, the last owner excepted."""
+        writing = np.flatnonzero((lengths % self.block_size != 0) & (added > 0))
+        blocks = self.table[rows[writing], lengths[writing] // self.block_size]
+        shared = self._owners[blocks] > 1
+        owners: dict[int, int] = {}
+        copied = []
+        for position, block in zip(writing[shared].tolist(), blocks[shared].tolist()):
+            left = owners.get(block, int(self._owners[block]))
+            if left > 1:
+                copied.append(position)
+            owners[block] = left - 1
+        return np.array(copied, np.int64)
+
+    def _digests(self, ids: np.ndarray) -> list[bytes]:
+        """Of each full block of these tokens: the digest of its tokens and of all before."""
+        digests, digest = [], b""
+        for end in range(self.block_size, len(ids) + 1, self.block_size):
+            content = ids[end - self.block_size : end].tobytes()
+            digest = hashlib.blake2b(digest + content, digest_size=16).digest()
+            digests.append(digest)
+        return digests
+
+    def _publish(self, row: int) -> None:
+        """Make the blocks of a known prompt that are full by now findable."""
+        digests, start = self._prompts[row]
+        full = min(int(self.lengths[row]) // self.block_size, len(digests))
+        for digest, block in zip(digests[start:full], self.table[row, start:full].tolist()):
+            # The same content may lie in two blocks that were computed side by side: the first one is found.
+            if digest not in self._block_of and block not in self._digest_of:
+                self._block_of[digest], self._digest_of[block] = block, digest
+        if full == len(digests):
+            del self._prompts[row]
+        else:
+            self._prompts[row] = digests, full

@@ -1,0 +1,45 @@
+"""Checks of plain arguments that the memory classes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cki.errors import InvalidArgumentError
+
+#: What `is_size` accepts, in words.
+SIZE = "an integer from 1 to 2^31 - 1"
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is a Python or NumPy integer (True and False are none)."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is an integer from 1 to 2^31 - 1."""
+    return is_integer(value) and 1 <= value < 2**31
+
+
+def token_counts(counts: int | Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+    """int64 [length]: a number of tokens for each sequence, from one number or `length` of them."""
+    array = np.asarray(counts)
+    if array.ndim == 0:
+        array = np.broadcast_to(array, length)
+    if (array.dtype.kind not in "iu" and array.size) or array.shape != (length,) or array.min(initial=0) < 0:
+        raise InvalidArgumentError(
+            f"new tokens: {counts!r}", hint=f"one integer, 0 or more, for all sequences, or {length} of them"
+        )
+    return array.astype(np.int64)
+
+
+def token_ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int64 [tokens]: the ids of tokens."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InvalidArgumentError(
+            f"tokens: {ids.dtype} of shape {ids.shape}", hint="integers, one for each token, or their number"
+        )
+    return ids.astype("<i8")

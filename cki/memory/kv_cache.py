@@ -1,0 +1,367 @@
+"""The keys and values of running sequences, in blocks: host side.
+
+    cache = PagedKVCache(32, 8192, num_kv_heads=8, head_dim=128, dtype="bf16")
+    a = cache.allocate_sequence(prompt_ids)           # blocks for the prompt; a stored prefix is shared
+    step = cache.prepare_step([a], [len(prompt_ids) - cache.length(a)])
+    for i in range(32):                               # kernels of layer i write step.slot_mapping's slots of
+        k, v, *_ = cache.layer(i)                     # cache.layer(i) and read by step.block_table, step.seq_lens
+    step = cache.prepare_step([a], 1)                 # one token more
+    cache.free_sequence(a)
+
+A step advances every sequence once, whatever the number of layers.  The tables of a step lie in device memory at
+addresses that never change: a captured graph of a step is right for any later one.  Beyond the step's own entries they
+are inert up to their full size (slot -1, length 0), so a graph captured for more sequences or tokens serves fewer.
+
+Cost of a step on the host: NumPy over the batch, one upload, and one more of the block-table rows when a row changed.
+Which block belongs to whom is `cki.memory.blocks`; not safe for several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cki import capture_state, driver
+from cki.adapter import stream_handle
+from cki.dtypes import DType
+from cki.errors import InvalidArgumentError, UnsupportedError
+from cki.memory import arguments
+from cki.memory.arena import Arena, CudaArena, HostArena, VirtualArena, allocation_granularity
+from cki.memory.blocks import BlockAllocator, Sequences
+from cki.memory.checks import token_counts
+from cki.memory.layout import CacheLayout, CacheShape
+from cki.memory.views import CacheLayer, CacheTensor, Step
+
+_STEP_TENSORS = ("slot_mapping", "positions", "seq_lens", "cu_seqlens_q")
+
+
+class PagedKVCache:
+    """num_blocks blocks of block_size tokens (or as many as fit in `bytes`) for each of num_layers layers.
+
+    dtype: "f16", "bf16", "f32", "e4m3", or a framework's name or object for one of them.  e4m3 has one fp32 scale a
+        token and head, unless static_scales=(of keys, of values) gives positive scales, [num_layers, num_kv_heads] or
+        what broadcasts to that.
+    value_head_dim: of V, when not head_dim.
+    max_sequences: sequences at a time.  max_step_tokens: new tokens in one step.
+    max_blocks_per_sequence: columns of the block table; default 32768 tokens' worth, at most max_num_blocks.
+    max_num_blocks: lets `grow` add blocks up to that number: addresses for them are reserved now, memory comes later.
+    device: "sim", "cuda", "cuda:1" or a GPU's index; default: the current one.
+    stream: of the uploads of `prepare_step`, an int or a framework's stream; default: the legacy default stream.
+
+    Raises InvalidArgumentError with every rule that is broken, OutOfBlocksError when the device has too little memory.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int | None = None,
+        *,
+        bytes: int | None = None,
+        block_size: int = 16,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: Any,
+        value_head_dim: int | None = None,
+        max_sequences: int = 256,
+        max_blocks_per_sequence: int | None = None,
+        max_step_tokens: int = 8192,
+        max_num_blocks: int | None = None,
+        static_scales: tuple[Any, Any] | None = None,
+        device: int | str | None = None,
+        stream: Any = 0,
+    ) -> None:
+        wanted = arguments.check(
+            num_layers=num_layers, num_blocks=num_blocks, nbytes=bytes, block_size=block_size,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, value_head_dim=value_head_dim,
+            max_sequences=max_sequences, max_blocks_per_sequence=max_blocks_per_sequence,
+            max_step_tokens=max_step_tokens, max_num_blocks=max_num_blocks, static_scales=static_scales,
+        )  # fmt: skip
+        self._shape: CacheShape = wanted.shape
+        self._max_num_blocks = wanted.max_num_blocks
+        self._can_grow = max_num_blocks is not None
+        self._stream = stream_handle(stream)
+        self._refuse_capture("a new cache", self._stream)
+        self._arena = self._make_arena(arguments.gpu_index(device))
+        self._allocator = BlockAllocator(
+            wanted.num_blocks, block_size,
+            max_sequences=max_sequences, max_blocks_per_sequence=self._shape.max_blocks_per_sequence,
+        )  # fmt: skip
+        self._arena.commit(self._layout.ranges(wanted.num_blocks))
+        self._make_staging()
+        self._layers = self._make_layers()
+        self._block_parts = self._layout.block_parts()
+        # What the device's block table holds: (version of the allocator's table, rows).
+        self._uploaded_table = (-1, b"")
+        nothing = np.zeros(0, np.int64)
+        self._upload_step(nothing, nothing, nothing, 0, self._stream)
+        if wanted.static_scales is not None:
+            self._upload_static_scales(wanted.static_scales)
+
+    @classmethod
+    def from_config(cls, config: Any, num_blocks: int | None = None, **options: Any) -> PagedKVCache:
+        """A cache for a Hugging Face model.
+
+        config: the model's config (or a dict of it), read for num_hidden_layers, num_key_value_heads, head_dim,
+        max_position_embeddings and dtype.  options: of the class; they take precedence.  Without num_blocks and bytes=
+        it gets 4096 blocks.
+        """
+        if num_blocks is None and options.get("bytes") is None:
+            num_blocks = 4096
+        return cls(num_blocks=num_blocks, **arguments.from_config(config, num_blocks, options))
+
+    def _make_arena(self, gpu: int | None) -> Arena:
+        granularity = HostArena.granularity
+        if gpu is not None and self._can_grow:
+            granularity = allocation_granularity(gpu)
+        self._layout = CacheLayout(self._shape, self._max_num_blocks, granularity)
+        if gpu is None:
+            return HostArena(self._layout.nbytes)
+        return (VirtualArena if self._can_grow else CudaArena)(self._layout.nbytes, gpu)
+
+    def _make_staging(self) -> None:
+        end = self._layout.upload_nbytes
+        table = self._layout.tables["block_table"]
+        self._staging = self._arena.staging(end + table.nbytes)
+        self._staged = []
+        for buffer in self._staging.buffers:
+            arrays = {}
+            for name in _STEP_TENSORS:
+                offset, _, dtype = place = self._layout.tables[name]
+                arrays[name] = buffer[offset : offset + place.nbytes].view(dtype.numpy)
+            arrays["slot_mapping"].fill(-1)
+            arrays["block_table"] = buffer[end : end + table.nbytes].view(np.int32)
+            self._staged.append(arrays)
+        # Tokens of the step that last used a buffer: what lies behind is inert.
+        self._staged_tokens = [0] * len(self._staged)
+
+    def _make_layers(self) -> list[CacheLayer]:
+        if self._shape.static_scales:
+            heads = self._shape.num_kv_heads
+            whole = [self._layout.tables[name] for name in ("k_scale", "v_scale")]
+        layers = []
+        for index in range(self._shape.num_layers):
+            places = list(self._layout.layer(index, self._allocator.num_blocks).values())
+            if self._shape.static_scales:
+                places += [p._replace(offset=p.offset + 4 * heads * index, shape=(heads,)) for p in whole]
+            layers.append(CacheLayer(*(CacheTensor(self._arena, place) for place in places)))
+        return layers
+
+    def _upload_static_scales(self, scales: tuple[np.ndarray, np.ndarray]) -> None:
+        staging = self._arena.staging(scales[0].nbytes)
+        for name, values in zip(("k_scale", "v_scale"), scales):
+            index = staging.next()
+            buffer = staging.buffers[index].view(np.float32)
+            buffer[:] = values.reshape(-1)
+            self._arena.upload(self._layout.tables[name].offset, buffer, self._stream)
+            staging.sent(index, self._stream)
+        for _ in staging.buffers:
+            staging.next()  # until all was read
+
+    # ------------------------------------------------------------ tensors and counts
+
+    @property
+    def num_layers(self) -> int:
+        return self._shape.num_layers
+
+    @property
+    def num_blocks(self) -> int:
+        return self._allocator.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._shape.block_size
+
+    @property
+    def dtype(self) -> DType:
+        return self._shape.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks in all layers: K, V and scales."""
+        return self.num_blocks * self._shape.bytes_per_block
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that sequences own."""
+        return self._allocator.num_used
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks that can be taken, `blocks_cached` included."""
+        return self._allocator.num_free
+
+    @property
+    def blocks_shared(self) -> int:
+        """Blocks that several sequences own."""
+        return self._allocator.num_shared
+
+    @property
+    def blocks_cached(self) -> int:
+        """Free blocks whose content a prompt with the same prefix would use again."""
+        return self._allocator.num_cached
+
+    def layer(self, index: int) -> CacheLayer:
+        """Keys, values and scales of a layer.  After `grow` the same addresses with more blocks."""
+        if not 0 <= index < self.num_layers:
+            raise InvalidArgumentError(f"layer {index}", hint=f"0 to {self.num_layers - 1}")
+        return self._layers[index]
+
+    def _table(self, name: str, extent: int | None = None) -> CacheTensor:
+        place = self._layout.tables[name]
+        if extent is not None:
+            place = place._replace(shape=(extent, *place.shape[1:]))
+        return CacheTensor(self._arena, place)
+
+    @property
+    def block_table(self) -> CacheTensor:
+        """i32 [max_sequences, max_blocks_per_sequence]: row i belongs to the i-th sequence of the last step."""
+        return self._table("block_table")
+
+    @property
+    def seq_lens(self) -> CacheTensor:
+        """i32 [max_sequences]: lengths of the last step's sequences, then zeros."""
+        return self._table("seq_lens")
+
+    # ------------------------------------------------------------ sequences
+
+    def allocate_sequence(self, tokens: int | Sequence[int] | np.ndarray = 0) -> int:
+        """A new sequence with blocks reserved for its prompt: token ids, or only their number; returns its id.
+
+        With ids, blocks of a prefix that is stored already are shared, and `length` says how many tokens that is (never
+        all: the last one has to be computed).  Steps then store the rest of that prompt, in one or several parts.
+        Raises OutOfBlocksError when blocks or sequence slots are lacking, and changes nothing.
+        """
+        return self._allocator.create(tokens)
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence that shares all tokens stored so far; blocks part when one of the two writes on."""
+        return self._allocator.fork(sequence)
+
+    def free_sequence(self, sequence: int, tokens: Sequence[int] | np.ndarray | None = None) -> int:
+        """Give up a sequence; returns the number of blocks that became free.
+
+        tokens: ids of all tokens that it holds: a later prompt can share them (the next turn of a conversation).
+        """
+        return self._allocator.free(sequence, tokens)
+
+    def length(self, sequence: int) -> int:
+        """Tokens stored (or shared) so far."""
+        return self._allocator.length(sequence)
+
+    def blocks(self, sequence: int) -> list[int]:
+        """Block ids of a sequence, in order."""
+        return self._allocator.blocks(sequence)
+
+    # ------------------------------------------------------------ steps
+
+    def prepare_step(
+        self, sequences: Sequences, new_tokens: int | Sequence[int] | np.ndarray = 1, *, stream: Any = None
+    ) -> Step:
+        """Room for new tokens of these sequences, and the tables that the kernels of one step need.
+
+        sequences: ids, in the order of the batch.  new_tokens: of each, or one number for all.
+        stream: on which the step's kernels will run; default: the cache's.  Shared blocks that are about to be written
+        are copied on it, and the tables uploaded; nothing waits for the device.  A prepared step has to be run.
+
+        Raises before anything has changed: OutOfBlocksError (a point to preempt a sequence), InvalidArgumentError for
+        unknown or repeated sequences, and lengths over the limits; UnsupportedError inside a graph capture.
+        """
+        handle = self._stream if stream is None else stream_handle(stream)
+        self._refuse_capture("prepare_step", handle)
+        rows = self._allocator.rows_of(sequences)
+        counts = token_counts(new_tokens, len(rows))
+        total = int(counts.sum())
+        if total > self._shape.max_step_tokens:
+            raise InvalidArgumentError(
+                f"{total} new tokens in one step; max_step_tokens={self._shape.max_step_tokens}",
+                hint="several steps (a prompt may be stored in parts), or a larger max_step_tokens",
+            )
+        copies = self._allocator.append_rows(rows, counts)
+        lengths = self._allocator.lengths[rows]
+        for source, target in copies.tolist():
+            self._copy_block(source, target, handle)
+        self._upload_step(rows, counts, lengths, total, handle)
+        return Step(
+            len(rows), total, int(lengths.max(initial=0)),
+            self._table("slot_mapping", total), self._table("positions", total),
+            self._table("cu_seqlens_q", len(rows) + 1), self._table("seq_lens", len(rows)),
+            self._table("block_table", len(rows)), copies,
+        )  # fmt: skip
+
+    def _upload_step(
+        self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, total: int, stream: int
+    ) -> None:
+        allocator, size = self._allocator, self.block_size
+        buffer = self._staging.next()
+        staged = self._staged[buffer]
+        starts = np.cumsum(counts) - counts
+        owner = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(total) + (lengths - counts - starts)[owner]
+        place, offset = np.divmod(positions, size)
+        slots, batch = staged["slot_mapping"], len(rows)
+        slots[:total] = allocator.table[rows[owner], place]
+        slots[:total] *= size
+        slots[:total] += offset
+        staged["positions"][:total] = positions
+        slots[total : self._staged_tokens[buffer]] = -1
+        staged["positions"][total : self._staged_tokens[buffer]] = 0
+        self._staged_tokens[buffer] = total
+        staged["seq_lens"][:batch], staged["seq_lens"][batch:] = lengths, 0
+        staged["cu_seqlens_q"][:batch], staged["cu_seqlens_q"][batch:] = starts, total
+        self._arena.upload(0, self._staging.buffers[buffer][: self._layout.upload_nbytes], stream)
+
+        columns = int(allocator.held[rows].max(initial=0))
+        table = (allocator.version, rows.tobytes())
+        if table != self._uploaded_table and columns:
+            used = staged["block_table"][: batch * columns].reshape(batch, columns)
+            used[:] = allocator.table[rows, :columns]
+            pitch = 4 * self._shape.max_blocks_per_sequence
+            self._arena.upload_rows(self._layout.tables["block_table"].offset, pitch, used, stream)
+            self._uploaded_table = table
+        self._staging.sent(buffer, stream)
+
+    def _copy_block(self, source: int, target: int, stream: int) -> None:
+        for offset, nbytes in self._block_parts:
+            self._arena.copy(offset + target * nbytes, offset + source * nbytes, nbytes, stream)
+
+    def grow(self, num_blocks: int) -> None:
+        """More blocks, up to max_num_blocks, at the same addresses; takes effect at once, and is refused in a capture.
+
+        OutOfBlocksError, and nothing changed, when the device has too little memory.
+        """
+        self._refuse_capture("grow", self._stream)
+        problems = []
+        if not self._can_grow:
+            problems.append("this cache was made without max_num_blocks")
+        elif not self.num_blocks <= num_blocks <= self._max_num_blocks:
+            problems.append(f"num_blocks={num_blocks} is not in {self.num_blocks} to {self._max_num_blocks}")
+        if problems:
+            raise InvalidArgumentError(
+                "grow", problems, "PagedKVCache(..., max_num_blocks=the most it may get)"
+            )
+        self._arena.commit(self._layout.ranges(num_blocks))
+        self._allocator.grow(num_blocks)
+        self._layers = self._make_layers()
+
+    def _refuse_capture(self, what: str, stream: int) -> None:
+        capturing = capture_state.current.get() is not None
+        if not capturing and stream > 2 and arguments.has_driver():
+            capturing = driver.capturing_graph(stream) is not None
+        if capturing:
+            raise UnsupportedError(
+                f"{what} inside a graph capture: its host work and memory would not be replayed",
+                hint="call it before the capture and before each replay; the captured kernels read the tables anew",
+            )
+
+    def __repr__(self) -> str:
+        shape, allocator = self._shape, self._allocator
+        return (
+            f"PagedKVCache({shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}, "
+            f"{shape.dtype}, {self.nbytes / 2**20:.1f} MiB on {self._arena.device}: "
+            f"{allocator.num_blocks} blocks of {shape.block_size} tokens, {allocator.num_used} used, "
+            f"{allocator.num_free} free, {allocator.num_cached} cached; "
+            f"{allocator.num_sequences} of {shape.max_sequences} sequences)"
+        )
