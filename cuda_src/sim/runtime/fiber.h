@@ -12,7 +12,7 @@
 
 namespace cki::sim {
 
-constexpr std::size_t kStackBytes = 64 * 1024;   // pages that a thread never touches cost nothing
+constexpr std::size_t kStackBytes = 128 * 1024;  // pages that a thread never touches cost nothing
 
 struct Fiber {
 #ifdef CKI_SIM_UCONTEXT
