@@ -1,7 +1,7 @@
 """Linear layers: the chosen tile, every other tile, and PyTorch (cuBLASLt) in the same run.
 
     python bench/linear.py                                  # usual shapes, the choice and torch
-    python bench/linear.py --shape 8192x1024x4096:gelu --all-tiles
+    python bench/linear.py --shape 8192x1024x4096:gelu --all-tiles --tile 256x128w4x2s3
     python bench/linear.py --shape 4096x4096x4096 --dtype f32 --layout out_in
 
 A shape is ROWSxDEPTHxCOLUMNS, with `:gelu` or `:residual` for a layer with that epilogue; all have a bias.  torch's
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -170,10 +171,20 @@ def check(problem: LinearProblem, run: Callable[..., object], inputs: Sequence[A
 
 def name_of(tile: Tile) -> str:
     """For a table: block shape, warps, stages."""
-    return f"{tile.block_m}x{tile.block_n} w{tile.warps_m}x{tile.warps_n} s{tile.stages}"
+    return f"{tile.block_m}x{tile.block_n}w{tile.warps_m}x{tile.warps_n}s{tile.stages}"
 
 
-def measure(problem: LinearProblem, all_tiles: bool) -> list[dict[str, object]]:
+def _tile(text: str) -> Tile:
+    """A tile from the form that tables show: "128x256w2x4s3"."""
+    match = re.fullmatch(r"(\d+)x(\d+)w(\d+)x(\d+)s(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 128x256w2x4s3")
+    block_m, block_n, warps_m, warps_n, stages = (int(number) for number in match.groups())
+    min_blocks = max(1, 8 // (warps_m * warps_n))
+    return Tile(block_m, block_n, warps_m, warps_n, stages, min_blocks, 255, 1.0)
+
+
+def measure(problem: LinearProblem, all_tiles: bool, tiles: Sequence[Tile]) -> list[dict[str, object]]:
     """One row a variant: torch, the choice, and the other tiles where wanted."""
     import cupy
 
@@ -185,7 +196,7 @@ def measure(problem: LinearProblem, all_tiles: bool) -> list[dict[str, object]]:
         ("torch", torch_call(problem)),
         ("cki", cki_call(problem, None)),
     ]
-    others = (TILES_FP32 if itemsize == 4 else TILES_16BIT) if all_tiles else ()
+    others = [*((TILES_FP32 if itemsize == 4 else TILES_16BIT) if all_tiles else ()), *tiles]
     variants += [(f"cki {name_of(tile)}", cki_call(problem, tile)) for tile in others if tile != chosen]
     rows, torch_us = [], 0.0
     for name, run in variants:
@@ -223,6 +234,9 @@ def main() -> None:
     )
     parser.add_argument("--layout", choices=("in_out", "out_in"), action="append", help="default in_out")
     parser.add_argument("--all-tiles", action="store_true", help="also the tiles that were not chosen")
+    parser.add_argument(
+        "--tile", type=_tile, action="append", default=[], help="also this one, as 128x256w2x4s3"
+    )
     arguments = parser.parse_args()
     common.require_gpu()
     rows = []
@@ -231,7 +245,7 @@ def main() -> None:
             for extents in arguments.shape or [_shape(text) for text in SHAPES]:
                 count, depth, columns, epilogue = extents
                 problem = LinearProblem(count, depth, columns, epilogue, dtype, layout)
-                rows += measure(problem, arguments.all_tiles)
+                rows += measure(problem, arguments.all_tiles, arguments.tile)
     common.write_csv("linear", rows)
 
 

@@ -276,7 +276,8 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     device = sim_device(arch)
     found: dict[KernelSpec, None] = {}
     for dtype, batch, seq, hidden, heads, pre_ln in (
-        (dtypes.f32, 6, 16, 384, 12, False), (dtypes.f16, 4, 512, 1024, 16, False), (dtypes.f16, 4, 512, 1024, 16, True),
+        (dtypes.f32, 6, 16, 384, 12, False), (dtypes.f16, 4, 512, 1024, 16, False),
+        (dtypes.f16, 4, 512, 1024, 16, True),
     ):  # fmt: skip
         for step in _plan_encoder_layer(*_example(batch, seq, hidden, heads, pre_ln, dtype), device).steps:
             found[step.kernel] = None

@@ -77,8 +77,8 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* ma
   const Element* chunk_column = matrix + static_cast<i64>(column) * column_stride;
   unsigned char* target = tile + chunk_offset<kSwizzle, kChunks>(row, chunk);
   i64 offset = row_offset(first_row + row);
-  // Gathered chunks go through registers: unrolled, the loads of all rows would be in flight in eight registers each.
-  constexpr int kUnroll = kCopyBytes >= 4 ? kRows / kRowStep : 1;
+  // Unrolled, narrow copies would hold an address for each piece, and gathered chunks eight registers for each row.
+  constexpr int kUnroll = kCopyBytes == 16 ? kRows / kRowStep : 1;
 #pragma unroll kUnroll
   for (int i = 0; i < kRows / kRowStep; ++i) {
     const int valid = first_row + row + i * kRowStep < rows ? valid_columns : 0;  // elements inside the matrix
