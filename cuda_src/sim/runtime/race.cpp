@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "clock.h"
 #include "scheduler.h"
 
 namespace cki::sim {
@@ -16,10 +17,6 @@ namespace {
 
 constexpr u32 kPseudoThreads = 64;   // for asynchronous copies; two keys that share one can hide a race, never invent one
 constexpr u32 kGranule = 4;
-
-void join(u32* into, const u32* from, u32 n) {
-  for (u32 i = 0; i < n; ++i) into[i] = std::max(into[i], from[i]);
-}
 
 struct Cell {
   Epoch write, read;
@@ -47,7 +44,7 @@ struct Access {
 }  // namespace
 
 struct RaceDetector::State {
-  Group& group;
+  u32 blocks = 0;
   u32 threads = 0, width = 0, threads_per_block = 0, serial = 0;
   std::vector<u32> clocks;               // threads x width
   std::vector<u32> proxy_fenced;         // by actor: writes up to that time were followed by a fence.proxy.async
@@ -59,8 +56,6 @@ struct RaceDetector::State {
   // Atomics: what a location's last release carries; each thread's last release fence and what its relaxed loads saw.
   std::unordered_map<const void*, Clock> locations;
   std::vector<Clock> fence_release, fence_acquire;
-
-  explicit State(Group& g) : group(g) {}
 
   u32 actor(const Thread& thread) const { return thread.block->rank * threads_per_block + thread.index(); }
   u32* clock(u32 actor_index) { return &clocks[static_cast<std::size_t>(actor_index) * width]; }
@@ -129,7 +124,7 @@ struct RaceDetector::State {
   const char* describe(u32 actor_index, char* buffer, std::size_t size) const {
     if (actor_index >= threads)
       std::snprintf(buffer, size, "asynchronous work");
-    else if (group.blocks.size() == 1)
+    else if (blocks == 1)
       std::snprintf(buffer, size, "thread %u", actor_index);
     else
       std::snprintf(buffer, size, "thread %u of block rank %u", actor_index % threads_per_block,
@@ -151,6 +146,7 @@ struct RaceDetector::State {
 
   bool check_reads(const Cell& cell, const Access& access) {
     if (cell.readers) {
+      if (!exceeds(cell.readers, access.known, width)) return false;
       for (u32 i = 0; i < width; ++i)
         if (cell.readers[i] > access.known[i]) {
           report(access, "read", i, cell.read_site);
@@ -212,13 +208,14 @@ struct RaceDetector::State {
   }
 };
 
-RaceDetector::RaceDetector(Group& group) : state_(std::make_unique<State>(group)) {}
+RaceDetector::RaceDetector() : state_(std::make_unique<State>()) {}
 RaceDetector::~RaceDetector() = default;
 
-void RaceDetector::group_start() {
+void RaceDetector::group_start(Group& group) {
   State& s = *state_;
-  s.threads_per_block = s.group.blocks[0]->thread_count();
-  s.threads = s.threads_per_block * static_cast<u32>(s.group.blocks.size());
+  s.blocks = static_cast<u32>(group.blocks.size());
+  s.threads_per_block = group.blocks[0]->thread_count();
+  s.threads = s.threads_per_block * s.blocks;
   const u32 width = (s.threads + kPseudoThreads + 7) / 8 * 8;
   if (width != s.width) {
     s.width = width;
@@ -230,9 +227,9 @@ void RaceDetector::group_start() {
   s.clocks.assign(static_cast<std::size_t>(s.threads) * width, 0);
   for (u32 i = 0; i < s.threads; ++i) s.clock(i)[i] = 1;
   s.proxy_fenced.assign(width, 0);
-  s.memory.resize(std::max(s.memory.size(), s.group.blocks.size()));
-  for (std::size_t i = 0; i < s.group.blocks.size(); ++i) {
-    const std::size_t granules = s.group.blocks[i]->window.size / kGranule + 1;
+  if (s.memory.size() < s.blocks) s.memory.resize(s.blocks);
+  for (u32 i = 0; i < s.blocks; ++i) {
+    const std::size_t granules = group.blocks[i]->window.size / kGranule + 1;
     if (s.memory[i].size() < granules) s.memory[i].resize(granules);
   }
   s.async_actors.clear();
@@ -326,7 +323,7 @@ void RaceDetector::read_async(const SharedPlace& place, u32 bytes, Epoch epoch, 
   s.visit(place, bytes, [&](Cell& cell, u32 address) {
     access.address = address;
     const bool raced = s.check_write(cell, access);
-    s.record_read(cell, access, epoch);
+    if (epoch.time) s.record_read(cell, access, epoch);
     if (raced) return;
     const Epoch write = cell.write;
     if (write.time == 0 || write.actor >= s.threads || s.proxy_fenced[write.actor] >= write.time) return;

@@ -27,9 +27,9 @@ struct Epoch {
 
 class RaceDetector {
  public:
-  explicit RaceDetector(Group& group);
+  RaceDetector();
   ~RaceDetector();
-  void group_start();
+  void group_start(Group& group);
 
   // ---- order of memory ----
   void release(Clock& into, const Thread& thread);        // what the thread did so far is in `into`
@@ -43,8 +43,8 @@ class RaceDetector {
   void write(const SharedPlace& place, u32 bytes, CallSite site, const char* what);
   void atomic(const SharedPlace& place, u32 bytes, CallSite site, const char* what, bool write = true);
   void write_async(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site, const char* what);
-  // A read by the asynchronous proxy (bulk store, wgmma operand), under way until its epoch is acquired. Also reports generic
-  // writes with no fence.proxy.async after them.
+  // A read by the asynchronous proxy (bulk store, wgmma operand), under way until its epoch is acquired (an epoch of
+  // time 0 is checked and not remembered). Also reports generic writes with no fence.proxy.async after them.
   void read_async(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site, const char* what);
   void fence_proxy_async();                               // by the current thread
 

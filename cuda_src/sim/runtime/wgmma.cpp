@@ -9,27 +9,17 @@
 #include <bitset>
 #include <cstring>
 #include <deque>
-#include <memory>
 #include <vector>
 
 #include "engine.h"
 #include "race.h"
 #include "scheduler.h"
+#include "wgmma_accumulators.h"
 #include "wgmma_operand.h"
 
 using namespace cki::sim;
 
 namespace {
-
-constexpr u32 kThreads = 128, kWarps = 4, kRows = 64, kMaxColumns = 256;
-constexpr u32 kPoison = 0xffbfdead;   // a signalling NaN
-
-struct Accumulators {
-  float* registers[kThreads] = {};    // of each thread that has deposited
-  u32 columns = 0;
-  u32 references = 0;                 // products in the queue that use them
-  alignas(64) float tile[kRows * kMaxColumns];
-};
 
 struct Shape {
   u64 a, b;                           // descriptors
@@ -49,13 +39,14 @@ struct Shape {
 struct Product {
   Shape shape;
   Accumulators* accumulators = nullptr;
-  u32 deposits = 0, deposits_of_warp[kWarps] = {};
+  u32 deposits = 0, deposits_of_warp[kWarpgroupWarps] = {};
   u32 returns = 0;
-  std::bitset<kThreads> returned;     // threads whose wait has covered it
+  std::bitset<kWarpgroupThreads> returned;     // threads whose wait has covered it
   bool done = false;
   bool reads_marked = false;          // in the map of operations in flight
   Epoch epoch;                        // of its reads, for race detection
-  u32 a_registers[kThreads][4];
+  bool b_remembered = false;
+  u32 a_registers[kWarpgroupThreads][4];
 };
 
 // One thread's position in its own sequence of wgmma instructions.
@@ -65,53 +56,30 @@ struct Issuer {
   bool fenced = false;                // no accumulators have come back to the thread since its last wgmma.fence
 };
 
-template <class T>
-class Pool {
- public:
-  T* take() {
-    if (free_.empty()) {
-      all_.push_back(std::make_unique<T>());
-      return all_.back().get();
-    }
-    T* item = free_.back();
-    free_.pop_back();
-    return item;
-  }
-  void give(T* item) { free_.push_back(item); }
-  void give_all() {
-    free_.clear();
-    for (auto& item : all_) free_.push_back(item.get());
-  }
-
- private:
-  std::vector<std::unique_ptr<T>> all_;
-  std::vector<T*> free_;
-};
-
 struct Warpgroup {
   std::deque<Product*> queue;         // not yet returned to all threads, oldest first
   u32 first = 0;                      // number of the oldest
   std::vector<Thread*> waiting;       // for other threads' deposits
-  Issuer threads[kThreads];
+  Issuer threads[kWarpgroupThreads];
 };
 
 struct WgmmaState : EngineState {
   std::vector<Warpgroup> warpgroups;
   Pool<Product> products;
   Pool<Accumulators> accumulators;
-  std::vector<float> a = std::vector<float>(kRows * kMaxWgmmaK), b = std::vector<float>(kMaxColumns * kMaxWgmmaK);   // fp32
+  std::vector<float> a = std::vector<float>(kProductRows * kMaxWgmmaK), b = std::vector<float>(kMaxProductColumns * kMaxWgmmaK);   // fp32
 
   void block_start(Block& block) override {
     warpgroups.clear();
-    warpgroups.resize(block.thread_count() / kThreads);
+    warpgroups.resize(block.thread_count() / kWarpgroupThreads);
     products.give_all();
     accumulators.give_all();
   }
 
   void thread_exit(Block&, Thread& thread) override {
-    if (thread.index() / kThreads >= warpgroups.size()) return;
-    for (const Product* product : warpgroups[thread.index() / kThreads].queue) {
-      const u32 position = thread.index() % kThreads;
+    if (thread.index() / kWarpgroupThreads >= warpgroups.size()) return;
+    for (const Product* product : warpgroups[thread.index() / kWarpgroupThreads].queue) {
+      const u32 position = thread.index() % kWarpgroupThreads;
       if (product->accumulators->registers[position] && !product->returned[position]) {
         return hazard(product->shape.site, "the thread exits with this wgmma in flight: no wgmma_wait_group covers it");
       }
@@ -123,45 +91,12 @@ Engine<WgmmaState> engine;
 
 Warpgroup& warpgroup_of(Thread& thread, CallSite site) {
   WgmmaState& state = engine.of(*thread.block);
-  const u32 index = thread.index() / kThreads;
+  const u32 index = thread.index() / kWarpgroupThreads;
   if (index >= state.warpgroups.size()) {
     fatal(site, "wgmma by thread %u: the block's %u threads make only %zu whole warpgroups of 128", thread.index(),
           thread.block->thread_count(), state.warpgroups.size());
   }
   return state.warpgroups[index];
-}
-
-enum class Direction { ToTile, ToRegisters };
-
-// Moves one thread's accumulators between its registers and the tile.
-template <Direction direction>
-void move_fragment(Accumulators& accumulators, u32 position, float* registers) {
-  const u32 columns = accumulators.columns, lane = position % kWarpSize;
-  float* top = accumulators.tile + (position / kWarpSize * 16 + lane / 4) * columns + lane % 4 * 2;
-  float* bottom = top + 8 * columns;
-  for (u32 j = 0; j < columns / 8; ++j, top += 8, bottom += 8, registers += 4) {
-    if constexpr (direction == Direction::ToTile) {
-      std::memcpy(top, registers, 8);
-      std::memcpy(bottom, registers + 2, 8);
-    } else {
-      std::memcpy(registers, top, 8);
-      std::memcpy(registers + 2, bottom, 8);
-    }
-  }
-}
-
-void poison(float* registers, u32 count) {
-  for (u32 i = 0; i < count; ++i) std::memcpy(registers + i, &kPoison, 4);
-}
-
-bool is_poison(const float* registers, u32 count) {
-  u32 different = 0;
-  for (u32 i = 0; i < count; ++i) {
-    u32 bits;
-    std::memcpy(&bits, registers + i, 4);
-    different |= bits ^ kPoison;
-  }
-  return different == 0;
 }
 
 void check_untouched(const Accumulators& accumulators, u32 position, CallSite site) {
@@ -172,33 +107,38 @@ void check_untouched(const Accumulators& accumulators, u32 position, CallSite si
 
 u32 offset_of(u32 address) { return (address & 0x3ffff) - kSharedBase; }
 
-// Visits the chunks of both operands that rows first_row.. of D need.
+// Visits the chunks of both operands that rows first_row.. of D need, as visit(offset, whether it is of B).
 template <class Visit>
 void for_each_operand_chunk(const Shape& shape, u32 first_row, u32 rows, Visit visit) {
-  const auto of = [&](u32 address, u32, u32) { visit(offset_of(address)); };
-  if (!shape.a_in_registers) for_each_chunk(MatrixDescriptor::decode(shape.a), shape.a_mn_major, first_row, rows, of);
-  for_each_chunk(MatrixDescriptor::decode(shape.b), shape.b_mn_major, 0, shape.columns, of);
+  if (!shape.a_in_registers) {
+    for_each_chunk(MatrixDescriptor::decode(shape.a), shape.a_mn_major, first_row, rows,
+                   [&](u32 address, u32, u32) { visit(offset_of(address), false); });
+  }
+  for_each_chunk(MatrixDescriptor::decode(shape.b), shape.b_mn_major, 0, shape.columns,
+                 [&](u32 address, u32, u32) { visit(offset_of(address), true); });
 }
 
-// A warp's part of a product may start to read as soon as that warp has issued it.
-void check_operands(Block& block, const Product& product, u32 warp) {
+// A warp's part of a product may start to read as soon as that warp has issued it. All four warps read B: each is checked, the
+// first is remembered.
+void check_operands(Block& block, Product& product, u32 warp) {
   const Shape& shape = product.shape;
   RaceDetector* races = detector();
-  for_each_operand_chunk(shape, warp * 16, 16, [&](u32 offset) {
+  for_each_operand_chunk(shape, warp * 16, 16, [&](u32 offset, bool of_b) {
     if (!block.window.valid(offset, kChunkBytes)) return;    // reported when it is read
     if (block.in_flight.find_write(offset, kChunkBytes) >= 0) {
       hazard(shape.site, "wgmma issued while its operand at shared 0x%x is the target of a copy in flight",
              offset + kSharedBase);
     }
-    if (races) {
-      races->read_async({&block, offset, block.window.base + offset}, kChunkBytes, product.epoch, shape.site, "wgmma reads");
-    }
+    if (!races) return;
+    const Epoch epoch = of_b && product.b_remembered ? Epoch{} : product.epoch;
+    races->read_async({&block, offset, block.window.base + offset}, kChunkBytes, epoch, shape.site, "wgmma reads");
   });
+  product.b_remembered = true;
 }
 
 void mark_reads(Block& block, Product& product, bool begin) {
   product.reads_marked = begin;
-  for_each_operand_chunk(product.shape, 0, kRows, [&](u32 offset) {
+  for_each_operand_chunk(product.shape, 0, kProductRows, [&](u32 offset, bool) {
     if (!block.window.valid(offset, kChunkBytes)) return;
     begin ? block.in_flight.add_read(offset, kChunkBytes) : block.in_flight.remove_read(offset, kChunkBytes);
   });
@@ -211,10 +151,10 @@ void run(Block& block, Product& product) {
   if (shape.a_in_registers) {
     read_register_a(product.a_registers, shape.type, a);
   } else {
-    read_operand_a(block, MatrixDescriptor::decode(shape.a), shape.type, shape.a_mn_major, kRows, a, shape.site);
+    read_operand_a(block, MatrixDescriptor::decode(shape.a), shape.type, shape.a_mn_major, kProductRows, a, shape.site);
   }
   read_operand_b(block, MatrixDescriptor::decode(shape.b), shape.type, shape.b_mn_major, shape.columns, b, shape.site);
-  if (!shape.accumulate) std::fill_n(tile, kRows * shape.columns, 0.0f);
+  if (!shape.accumulate) std::fill_n(tile, kProductRows * shape.columns, 0.0f);
   multiply_accumulate(a, b, tile, shape.columns, wgmma_k(shape.type));
   if (product.reads_marked) mark_reads(block, product, false);
   product.done = true;
@@ -226,7 +166,7 @@ Product& append(WgmmaState& state, Warpgroup& group, const Shape& shape, u32 pos
   product->shape = shape;
   product->accumulators = nullptr;
   product->deposits = product->returns = 0;
-  std::fill_n(product->deposits_of_warp, kWarps, 0);
+  std::fill_n(product->deposits_of_warp, kWarpgroupWarps, 0);
   product->returned.reset();
   product->done = product->reads_marked = false;
   for (auto earlier = group.queue.rbegin(); earlier != group.queue.rend(); ++earlier) {
@@ -239,12 +179,13 @@ Product& append(WgmmaState& state, Warpgroup& group, const Shape& shape, u32 pos
     product->accumulators = state.accumulators.take();
     product->accumulators->references = 0;
     product->accumulators->columns = shape.columns;
-    std::fill_n(product->accumulators->registers, kThreads, nullptr);
+    std::fill_n(product->accumulators->registers, kWarpgroupThreads, nullptr);
   }
   ++product->accumulators->references;
   product->epoch = {};
+  product->b_remembered = false;
   if (RaceDetector* races = detector()) {
-    product->epoch = races->begin_async(u64{4} << 40 | u64{current_block().rank} << 16 | current_thread().index() / kThreads);
+    product->epoch = races->begin_async(u64{4} << 40 | u64{current_block().rank} << 16 | current_thread().index() / kWarpgroupThreads);
   }
   group.queue.push_back(product);
   return *product;
@@ -288,7 +229,7 @@ void issue(float* d, u32 columns, WgmmaType type, u64 a, const u32* a_registers,
   const Checks& checks = block.group->checks;
   WgmmaState& state = engine.of(block);
   Warpgroup& group = warpgroup_of(thread, site);
-  const u32 position = thread.index() % kThreads;
+  const u32 position = thread.index() % kWarpgroupThreads;
   Issuer& me = group.threads[position];
   check_descriptors(a_registers ? 0 : a, b, site);
   const Shape shape{a, b, columns, type, a_registers != nullptr, a_mn_major, b_mn_major, accumulate, me.committed, site};
@@ -302,7 +243,7 @@ void issue(float* d, u32 columns, WgmmaType type, u64 a, const u32* a_registers,
   deposit_accumulators(product, me, position, d, checks.adversarial);
   const u32 warp = position / kWarpSize;
   if (++product.deposits_of_warp[warp] == kWarpSize && (checks.adversarial || checks.races)) check_operands(block, product, warp);
-  if (++product.deposits < kThreads) return;
+  if (++product.deposits < kWarpgroupThreads) return;
   for (Thread* waiter : group.waiting) wake(*waiter);
   group.waiting.clear();
   if (checks.adversarial) {
@@ -316,7 +257,7 @@ void issue(float* d, u32 columns, WgmmaType type, u64 a, const u32* a_registers,
 bool complete_groups_before(Block& block, Warpgroup& group, u32 end) {
   for (Product* product : group.queue) {
     if (product->shape.group >= end) break;
-    if (product->deposits < kThreads) return false;
+    if (product->deposits < kWarpgroupThreads) return false;
     if (!product->done) run(block, *product);
   }
   return true;
@@ -342,7 +283,7 @@ void return_accumulators(Warpgroup& group, Issuer& me, u32 position, u32 end, bo
 }
 
 void retire(WgmmaState& state, Warpgroup& group) {
-  while (!group.queue.empty() && group.queue.front()->returns == kThreads) {
+  while (!group.queue.empty() && group.queue.front()->returns == kWarpgroupThreads) {
     Product* product = group.queue.front();
     group.queue.pop_front();
     ++group.first;
@@ -368,13 +309,13 @@ extern "C" void cki_sim_wgmma_registers(float* d, int columns, int type, const u
 extern "C" void cki_sim_wgmma_fence() {
   CallSite site = CKI_SIM_CALL_SITE;
   Thread& thread = current_thread();
-  warpgroup_of(thread, site).threads[thread.index() % kThreads].fenced = true;
+  warpgroup_of(thread, site).threads[thread.index() % kWarpgroupThreads].fenced = true;
 }
 
 extern "C" void cki_sim_wgmma_commit_group() {
   CallSite site = CKI_SIM_CALL_SITE;
   Thread& thread = current_thread();
-  ++warpgroup_of(thread, site).threads[thread.index() % kThreads].committed;
+  ++warpgroup_of(thread, site).threads[thread.index() % kWarpgroupThreads].committed;
 }
 
 extern "C" void cki_sim_wgmma_wait_group(int newest_allowed) {
@@ -383,7 +324,7 @@ extern "C" void cki_sim_wgmma_wait_group(int newest_allowed) {
   Thread& thread = current_thread();
   Block& block = *thread.block;
   Warpgroup& group = warpgroup_of(thread, site);
-  const u32 position = thread.index() % kThreads;
+  const u32 position = thread.index() % kWarpgroupThreads;
   Issuer& me = group.threads[position];
   if (me.committed <= static_cast<u32>(newest_allowed)) return;
   const u32 end = me.committed - static_cast<u32>(newest_allowed);
