@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -186,7 +185,7 @@ class BlockAllocator:
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens in the same blocks (a partly filled last one too); returns its id."""
-        (parent,) = self.rows_of(sequence)
+        parent = self._row(sequence)
         self._require_row()
         stored = -(-int(self.lengths[parent]) // self.block_size)
         child_id, child = self._new_row()
@@ -202,7 +201,7 @@ class BlockAllocator:
         tokens: ids of all tokens that it holds, prompt and generated.  With them all of its full blocks can be found
         by later prompts; without them only those of a prompt given to `create`.
         """
-        (row,) = map(int, self.rows_of(sequence))
+        row = self._row(sequence)
         if tokens is not None:
             ids = token_ids(tokens)
             if len(ids) != self.lengths[row]:
@@ -241,22 +240,23 @@ class BlockAllocator:
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
-        return int(self.lengths[self.rows_of(sequence)[0]])
+        return int(self.lengths[self._row(sequence)])
 
     def blocks(self, sequence: int) -> list[int]:
         """Block ids of a sequence, in order; those reserved for tokens to come included."""
-        (row,) = self.rows_of(sequence)
+        row = self._row(sequence)
         found: list[int] = self.table[row, : self.held[row]].tolist()
         return found
 
     def rows_of(self, sequences: Sequences) -> np.ndarray:
         """Rows of `table` of live sequences.  Freed, unknown and repeated ids raise InvalidArgumentError."""
-        ids = (sequences,) if isinstance(sequences, (int, np.integer)) else tuple(sequences)
+        ids = (int(sequences),) if isinstance(sequences, (int, np.integer)) else tuple(sequences)
         try:
             rows = np.fromiter(map(self._rows.__getitem__, ids), np.int64, len(ids))
         except (KeyError, TypeError):
-            problems = [self._complaint(i) for i in ids if not is_integer(i) or i not in self._rows]
-            raise InvalidArgumentError("sequences that do not exist", problems) from None
+            for sequence in ids:
+                self._row(sequence)
+            raise
         if len(set(ids)) != len(ids):
             repeated = sorted({i for i in ids if ids.count(i) > 1})
             raise InvalidArgumentError(f"sequences named twice in one call: {repeated}")
@@ -264,10 +264,14 @@ class BlockAllocator:
 
     # ------------------------------------------------------------ inside
 
-    def _complaint(self, sequence: Any) -> str:
+    def _row(self, sequence: int) -> int:
+        if is_integer(sequence) and sequence in self._rows:
+            return self._rows[sequence]
         if is_integer(sequence) and 0 <= sequence < self._next_id:
-            return f"sequence {sequence} was freed already"
-        return f"sequence {sequence!r} was never created"
+            raise InvalidArgumentError(f"sequence {sequence} was freed already")
+        raise InvalidArgumentError(
+            f"sequence {sequence!r} was never created", hint="the id that create returned"
+        )
 
     def _id_of(self, row: int) -> int:
         return next(sequence for sequence, its_row in self._rows.items() if its_row == row)
