@@ -14,9 +14,10 @@ namespace cki::sim {
 
 namespace {
 
-// Blocks and their stacks are reused by later launches.
+// Blocks with their stacks, and race detectors with their cells, are reused by later launches.
 std::mutex free_mutex;
 std::vector<Block*> free_blocks;
+std::vector<std::unique_ptr<RaceDetector>> free_detectors;
 u64 last_serial = 0;
 
 Block* take_block() {
@@ -27,9 +28,18 @@ Block* take_block() {
   return block;
 }
 
-void give_back(const std::vector<Block*>& blocks) {
+std::unique_ptr<RaceDetector> take_detector() {
   const std::lock_guard<std::mutex> lock(free_mutex);
-  free_blocks.insert(free_blocks.end(), blocks.rbegin(), blocks.rend());
+  if (free_detectors.empty()) return std::make_unique<RaceDetector>();
+  std::unique_ptr<RaceDetector> detector = std::move(free_detectors.back());
+  free_detectors.pop_back();
+  return detector;
+}
+
+void give_back(Group& group) {
+  const std::lock_guard<std::mutex> lock(free_mutex);
+  free_blocks.insert(free_blocks.end(), group.blocks.rbegin(), group.blocks.rend());
+  if (group.races) free_detectors.push_back(std::move(group.races));
 }
 
 cki_sim_index index3(const unsigned (&v)[3]) { return {v[0], v[1], v[2]}; }
@@ -126,9 +136,7 @@ void reset_group(Group& group, u64 index) {
 void run_group(Group& group) {
   const Launch& launch = *group.launch;
   auto start_checks = [&group] {
-    if (!group.checks.races) return;
-    if (!group.races) group.races = std::make_unique<RaceDetector>(group);
-    group.races->group_start();
+    if (group.races) group.races->group_start(group);
   };
   if (group.blocks.size() == 1) {
     place_window(*group.blocks[0], launch);
@@ -163,6 +171,7 @@ void run_team(Launch& launch, u32 slot) {
   group.cluster_size = launch.cluster_size;
   group.slot = slot;
   for (u32 i = 0; i < launch.blocks_per_group; ++i) group.blocks.push_back(take_block());
+  if (group.checks.races) group.races = take_detector();
   for (u64 index; (index = launch.next_group++) < launch.groups;) {
     reset_group(group, index);
     run_group(group);
@@ -171,7 +180,7 @@ void run_team(Launch& launch, u32 slot) {
     if (launch.aborted) break;
   }
   launch.poll_slots[slot].running = false;
-  give_back(group.blocks);
+  give_back(group);
   if (!group.report.findings()) return;
   const std::lock_guard<std::mutex> lock(launch.report_mutex);
   launch.report += group.report.text();
