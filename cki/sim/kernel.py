@@ -22,10 +22,12 @@ _DYNAMIC = "cki_sim_dynamic_area"
 _EPILOGUE = """
 #line 1 "cki_sim_entry"
 extern thread_local unsigned char {dynamic}[];
-extern "C" CKI_SIM_NOT_INSTRUMENTED void cki_sim_entry(void** arguments) {{
+extern "C" void* cki_sim_dynamic_address() {{ return {dynamic}; }}
+"""
+_ENTRY = """
+extern "C" CKI_SIM_NOT_INSTRUMENTED void cki_sim_entry_{entry}(void** arguments) {{
   cki_sim_detail::call(&::{entry}, arguments);
 }}
-extern "C" void* cki_sim_dynamic_address() {{ return {dynamic}; }}
 """
 
 _INSTRUMENT = ("-fsanitize=thread", "-fsanitize=bounds")
@@ -63,11 +65,21 @@ class SimKernel:
     """A kernel of the simulated device.  The plain and the instrumented build are made when they are first needed."""
 
     def __init__(
-        self, source: str, entry: str, name: str, include_dirs: Sequence[Path], cache_dir: str | None
+        self,
+        source: str,
+        entry: str,
+        name: str,
+        include_dirs: Sequence[Path],
+        cache_dir: str | None,
+        together_with: Sequence[str],
     ) -> None:
         self.entry = entry
         self.name = name
-        self._source = source + _EPILOGUE.format(dynamic=_DYNAMIC, entry=entry)
+        entries = sorted({entry, *together_with})
+        self._source = (
+            source + _EPILOGUE.format(dynamic=_DYNAMIC) + "".join(_ENTRY.format(entry=e) for e in entries)
+        )
+        self._stem = "".join(c if c.isalnum() else "_" for c in entries[0])
         self._include_dirs = [runtime.source_dir(), cuda_src(), *include_dirs]
         self._cache_dir = cache_dir
         self._builds: dict[bool, LoadedKernel] = {}
@@ -85,7 +97,7 @@ class SimKernel:
 
     def _key(self, flags: list[str]) -> str:
         names = ["cuda_builtins.h", *headers.included_names(self._source.encode())]
-        total = hashlib.sha256(repr((runtime.key(), flags, self.entry)).encode())
+        total = hashlib.sha256(repr((runtime.key(), flags)).encode())
         total.update(headers.digest(names, self._include_dirs))
         total.update(self._source.encode())
         return total.hexdigest()[:24]
@@ -93,7 +105,6 @@ class SimKernel:
     def _load(self, instrumented: bool) -> LoadedKernel:
         flags = _kernel_flags(instrumented)
         runtime.library()
-        stem = "".join(c if c.isalnum() else "_" for c in self.entry)
 
         def build(working: Path, result: Path) -> None:
             source, object_file, area = working / "kernel.cpp", working / "kernel.o", working / "area.s"
@@ -114,21 +125,23 @@ class SimKernel:
                 f"kernel {self.entry} ({self.name})",
             )
 
-        path = store.get_or_build(store.directory(self._cache_dir) / f"{stem}-{self._key(flags)}.so", build)
-        return LoadedKernel(path)
+        path = store.get_or_build(
+            store.directory(self._cache_dir) / f"{self._stem}-{self._key(flags)}.so", build
+        )
+        return LoadedKernel(path, self.entry)
 
 
 class LoadedKernel:
-    """A shared object with one kernel, and what the runtime needs to know of it."""
+    """A kernel in a shared object, and what the runtime needs to know of it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, entry: str) -> None:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         elf = ElfFile(path)
         offsets = [s.value for s in elf.symbols() if s.is_thread_local and s.name.endswith(_DYNAMIC)]
         self.static_bytes = offsets[0]
         self.module = runtime.Module(
-            ctypes.cast(self._library.cki_sim_entry, ctypes.c_void_p),
+            ctypes.cast(self._library[f"cki_sim_entry_{entry}"], ctypes.c_void_p),
             ctypes.cast(self._library.cki_sim_dynamic_address, ctypes.c_void_p),
             elf.thread_local_size(),
             offsets[0],
@@ -142,6 +155,7 @@ def compile_kernel(
     name: str = "kernel.cu",
     include_dirs: Sequence[str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
+    together_with: Sequence[str] = (),
 ) -> SimKernel:
     """Compile the `extern "C" __global__` function `entry` of a CUDA source text.
 
@@ -149,6 +163,7 @@ def compile_kernel(
     name: the source's name in error messages.
     include_dirs: searched after the simulation's own headers and cuda_src.
     cache_dir: where the shared object is kept; None is CKI's cache directory.
+    together_with: other entries of the source; kernels that name each other so share one compilation.
 
     Raises CompileError with the compiler's words, or with what to install when there is no compiler.
     """
@@ -158,6 +173,7 @@ def compile_kernel(
         name,
         [Path(d) for d in include_dirs],
         os.fspath(cache_dir) if cache_dir is not None else None,
+        together_with,
     )
     kernel.build()
     return kernel

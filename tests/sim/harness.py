@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ SOUND_SEEDS = 100
 
 @functools.cache
 def kernel(file: str, entry: str) -> sim.SimKernel:
-    """The entry of a file in tests/sim/kernels."""
+    """The entry of a file in tests/sim/kernels; all of a file's entries are compiled at once."""
     path = KERNELS / file
-    return sim.compile_kernel(f'#line 1 "{path}"\n{path.read_text()}', entry, name=file)
+    text = path.read_text()
+    entries = re.findall(r'^extern "C" __global__ void (\w+)\(', text, re.MULTILINE)
+    return sim.compile_kernel(f'#line 1 "{path}"\n{text}', entry, name=file, together_with=entries)
 
 
 def arguments(
