@@ -175,7 +175,8 @@ class _PinnedStaging(Staging):
 
     def next(self) -> int:
         self._last = 1 - self._last
-        _done(driver.api().cuEventSynchronize(self._events[self._last]), "waiting for an upload")
+        with driver.on_device(self._index):
+            _done(driver.api().cuEventSynchronize(self._events[self._last]), "waiting for an upload")
         return self._last
 
     def sent(self, index: int, stream: int) -> None:

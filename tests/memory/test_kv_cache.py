@@ -53,10 +53,9 @@ def stored(step: Any, cache: PagedKVCache, layer: int = 0) -> list[list[float]]:
     table, lengths = step.block_table.numpy(), step.seq_lens.numpy()
     size, found = cache.block_size, []
     for part, sign in zip(cache.layer(layer)[:2], (1, -1)):
-        values = sign * imported(part).cpu().numpy()[..., 0, 0]
-        found.append(
-            [values[row[: -(-n // size)]].reshape(-1)[:n].tolist() for row, n in zip(table, lengths)]
-        )
+        values = imported(part).cpu().numpy()[..., 0, 0]
+        rows = [values[row[: -(-n // size)]].reshape(-1)[:n] for row, n in zip(table, lengths)]
+        found.append([(sign * row).tolist() for row in rows])
     assert found[0] == found[1]
     return found[0]
 
