@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _stop = threading.Event()
 _thread: threading.Thread | None = None
+#: One of them is there when there is an NVIDIA driver (the last: under WSL).
+_DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
 #: Seconds of compiling before a line on stderr says so.
 _QUIET_SECONDS = 1.0
 
@@ -36,7 +38,7 @@ def start() -> None:
     global _thread
     if os.environ.get("CKI_COMPILE") == "lazy" or os.environ.get("CKI_DEVICE") == "sim":
         return
-    if _thread is not None or not os.path.exists("/proc/driver/nvidia/version"):
+    if _thread is not None or not any(os.path.exists(path) for path in _DRIVER_FILES):
         return
     _thread = threading.Thread(target=_run, name="cki-compile", daemon=True)
     _thread.start()
@@ -72,9 +74,6 @@ def architectures() -> list[str]:
     from cki.device import ARCH_OF_CAPABILITY
     from cki.nvml import visible_gpus
 
-    chosen = config.text("CKI_ARCH")
-    if chosen:
-        return [chosen]
     found = [ARCH_OF_CAPABILITY.get(gpu.capability) for gpu in visible_gpus()]
     return list(dict.fromkeys(arch for arch in found if arch))
 
@@ -87,7 +86,8 @@ def marker(arch: str) -> Path:
     from cki._checkout import cuda_src
 
     newest = max(path.stat().st_mtime_ns for path in cuda_src().rglob("*.cu*"))
-    name = hashlib.sha256(f"{__version__} {compiler.fingerprint()} {newest}".encode()).hexdigest()[:20]
+    content = f"{__version__} {compiler.fingerprint()} {newest} {config.text('CKI_ARCH')}"
+    name = hashlib.sha256(content.encode()).hexdigest()[:20]
     return Path(config.cache_dir()) / f"default-{arch}-{name}.done"
 
 
@@ -104,7 +104,7 @@ def compile_default_set(archs: list[str] | None = None) -> int:
         done = marker(arch)
         if done.exists():
             continue
-        specs = default_kernels(sim_device(arch))
+        specs = default_kernels(sim_device(config.text("CKI_ARCH") or arch))
         progress = Progress(f"compiling {len(specs)} kernels for {arch}, once", len(specs))
         _compile_all(specs, arch, progress)
         progress.close()

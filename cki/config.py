@@ -67,7 +67,7 @@ SETTINGS: tuple[Setting, ...] = (
         "a directory", _anything,
     ),
     Setting(
-        "CKI_ARCH", "", f"Plan and compile as for this architecture, not the GPU's own: {_ARCH_NAMES}. Read once.",
+        "CKI_ARCH", "", f"Choose kernels as for this architecture, not the GPU's own: {_ARCH_NAMES}. Read once.",
         f"one of {_ARCH_NAMES}, or empty", _one_of("", *_ARCHS),
     ),
     Setting(

@@ -51,7 +51,7 @@ class CudaExecutable(Executable):
         self._many_devices = driver.device_count() > 1
 
     def _load(self, step: Step) -> Any:
-        key, compiled = cache.get(step.kernel, self.device.arch)
+        key, compiled = cache.get(step.kernel, driver.native_arch(self.device.index))
         blocks = step.cluster[0] * step.cluster[1] * step.cluster[2]
         return driver.kernel_handle(key, compiled.cubin, step.kernel.entry, self.device, step.smem, blocks)
 

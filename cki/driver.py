@@ -84,26 +84,35 @@ def device_count() -> int:
 @functools.cache
 def device_info(index: int) -> DeviceInfo:
     """What heuristics need to know of a GPU.  Makes no context."""
-    driver = api()
     if not 0 <= index < device_count():
         raise DeviceError(f"there is no cuda:{index}", hint=f"cuda:0 to cuda:{device_count() - 1}")
-    handle = _value(driver.cuDeviceGet(index))
-
-    def attribute(name: str) -> int:
-        number = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(_value(driver.cuDeviceGetAttribute(number, handle)))
-
-    name = _value(driver.cuDeviceGetName(96, handle)).rstrip(b"\0 ").decode()
-    capability = attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")
     return DeviceInfo(
         kind="cuda",
         index=index,
-        name=name,
-        arch=config.text("CKI_ARCH") or arch_of(capability, name),
-        sm_count=attribute("MULTIPROCESSOR_COUNT"),
-        shared_memory_per_block=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
-        l2_bytes=attribute("L2_CACHE_SIZE"),
+        name=_device_name(index),
+        arch=config.text("CKI_ARCH") or native_arch(index),
+        sm_count=_attribute(index, "MULTIPROCESSOR_COUNT"),
+        shared_memory_per_block=_attribute(index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        l2_bytes=_attribute(index, "L2_CACHE_SIZE"),
     )
+
+
+@functools.cache
+def native_arch(index: int) -> str:
+    """What a GPU's kernels are compiled for, whatever CKI_ARCH says."""
+    capability = _attribute(index, "COMPUTE_CAPABILITY_MAJOR"), _attribute(index, "COMPUTE_CAPABILITY_MINOR")
+    return arch_of(capability, _device_name(index))
+
+
+def _device_name(index: int) -> str:
+    driver = api()
+    return str(_value(driver.cuDeviceGetName(96, _value(driver.cuDeviceGet(index)))).rstrip(b"\0 "), "utf-8")
+
+
+def _attribute(index: int, name: str) -> int:
+    driver = api()
+    number = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(_value(driver.cuDeviceGetAttribute(number, _value(driver.cuDeviceGet(index)))))
 
 
 @functools.cache

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+
+# Before cki is imported.  Kernels compiled by tests do not go to the user's cache, but are kept from run to run.
+os.environ.setdefault("CKI_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"cki-tests-{os.getuid()}"))
+os.environ.setdefault("CKI_COMPILE", "lazy")
+
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +23,6 @@ import pytest
 
 import cki
 from cki.device import DeviceInfo
-
-# Kernels compiled by tests do not go to the user's cache, but are kept between the workers of one run.
-os.environ.setdefault("CKI_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"cki-tests-{os.getuid()}"))
-os.environ.setdefault("CKI_COMPILE", "lazy")
 
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))

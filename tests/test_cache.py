@@ -91,7 +91,12 @@ def test_damaged_file_is_compiled_again_and_replaced(fresh: Path, tmp_path: Path
     content = bytearray(file.read_bytes())
     if damage == "flip":
         content[-20] ^= 1
-    damaged = {"truncate": bytes(content[:-7]), "flip": bytes(content), "empty": b"", "garbage": b"not a kernel"}
+    damaged = {
+        "truncate": bytes(content[:-7]),
+        "flip": bytes(content),
+        "empty": b"",
+        "garbage": b"not a kernel",
+    }
     file.write_bytes(damaged[damage])
     forget()
     assert cache.get(spec, ARCH)[1].cubin == good.cubin
@@ -101,16 +106,20 @@ def test_damaged_file_is_compiled_again_and_replaced(fresh: Path, tmp_path: Path
     assert counts() == (0, 1, 0)
 
 
-def test_directory_that_cannot_be_made(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_directory_that_cannot_be_made(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CKI_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with caplog.at_level(logging.WARNING, logger="cki"):
         cache.get(a_kernel(tmp_path, 1), ARCH)
         cache.get(a_kernel(tmp_path, 2), ARCH)
     assert counts() == (2, 0, 0)
-    assert [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()] == [
-        f"cache directory {tmp_path / 'file' / 'cache'} cannot be written: Not a directory: kernels are kept in memory only"
-    ]
+    (warning,) = [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()]
+    assert warning == (
+        f"cache directory {tmp_path / 'file' / 'cache'} cannot be written: Not a directory: "
+        "kernels are kept in memory only"
+    )
 
 
 def test_read_only_home(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:  # type: ignore[no-untyped-def]
@@ -182,7 +191,9 @@ def test_lock_of_a_dead_holder_is_free(fresh: Path, tmp_path: Path) -> None:
         assert time.monotonic() - start < 1.0
 
 
-def test_lock_of_a_hanging_holder_is_not_waited_for_for_ever(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_a_hanging_holder_is_not_waited_for_for_ever(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk, "LOCK_PATIENCE", 0.2)
     directory = disk.KernelDirectory(fresh)
     start = time.monotonic()
@@ -214,7 +225,12 @@ def test_many_processes_compile_once(tmp_path: Path) -> None:
     s = cache.statistics()
     print(s.compiled, s.from_cache_dir)
     """
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CKI_COMPILE": "lazy", "CKI_CACHE_DIR": str(tmp_path / "cache")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CKI_COMPILE": "lazy",
+        "CKI_CACHE_DIR": str(tmp_path / "cache"),
+    }
     command = [sys.executable, "-c", textwrap.dedent(code)]
     processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     found = [tuple(map(int, process.communicate(timeout=120)[0].split())) for process in processes]

@@ -130,7 +130,9 @@ def test_dump_sass(capsys: pytest.CaptureFixture[str]) -> None:
     assert "EXIT" in out
 
 
-def test_dump_info_names_registers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_info_names_registers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     specs = registry.representative_specs("norm", "sm_90a")[:1]
     monkeypatch.setattr(registry, "find", lambda name, arch: specs)
     _, out, _ = run(capsys, "dump", "layer_norm", "--info", "--arch", "sm_90a")
@@ -144,10 +146,14 @@ def test_sanitize_reports_clean_kernels(capsys: pytest.CaptureFixture[str]) -> N
     assert "no faults found" in out
 
 
-def test_sanitize_reports_a_fault(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanitize_reports_a_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cki.cli import sanitize
 
-    monkeypatch.setattr(sanitize, "checked_run", lambda op, arguments, seed: "race at line 3" if seed == 1 else "")
+    monkeypatch.setattr(
+        sanitize, "checked_run", lambda op, arguments, seed: "race at line 3" if seed == 1 else ""
+    )
     status, out, _ = run(capsys, "sanitize", "rms_norm", "--dtype", "f32", "--seeds", "2")
     assert status == 1
     assert "race at line 3" in out

@@ -55,7 +55,9 @@ def test_infinite_constant_is_refused() -> None:
 def test_headers_are_inlined_once(tmp_path: Path) -> None:
     (tmp_path / "a.h").write_text('#pragma once\n#include "b.h"\nint from_a;\n')
     (tmp_path / "b.h").write_text('#pragma once\n#include "a.h"\nint from_b;\n')
-    text = source.full_source(spec_of(tmp_path / "k.cu", '#include "a.h"\n#include "b.h"\n/*\n#include "none.h"\n*/\n'))
+    text = source.full_source(
+        spec_of(tmp_path / "k.cu", '#include "a.h"\n#include "b.h"\n/*\n#include "none.h"\n*/\n')
+    )
     assert text.count("int from_a;") == 1
     assert text.count("int from_b;") == 1
     assert "u32 = unsigned int" in text  # common/types.cuh, from the prelude
@@ -128,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(256) kernel(float* x) {
 def test_error_names_file_and_line_of_the_author(tmp_path: Path) -> None:
     (tmp_path / "wrong.cuh").write_text("#pragma once\n\n__device__ void broken() { undefined_name(); }\n")
     spec = spec_of(
-        tmp_path / "k.cu", '#include "wrong.cuh"\n\nextern "C" __global__ void kernel(int* x) { x[0] = other_name; }\n'
+        tmp_path / "k.cu",
+        '#include "wrong.cuh"\n\nextern "C" __global__ void kernel(int* x) { x[0] = other_name; }\n',
     )
     with pytest.raises(CompileError) as caught:
         build(spec)

@@ -69,7 +69,9 @@ def test_one_context_object_may_be_entered_twice() -> None:
 
 
 def test_environment_chooses_the_device() -> None:
-    result = python("from cki.device import current; print(current())", CKI_DEVICE="sim", CKI_SIM_ARCH="sm_89")
+    result = python(
+        "from cki.device import current; print(current())", CKI_DEVICE="sim", CKI_SIM_ARCH="sm_89"
+    )
     assert result.stdout.strip() == "simulated device (sm_89)"
 
 
@@ -150,7 +152,14 @@ def test_without_cuda_bindings_the_error_says_what_to_install() -> None:
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(nvml.Gpu(f"gpu {i}", (9, 0), f"GPU-{i}{i}") for i in range(3))
     monkeypatch.setattr(nvml, "survey", lambda: nvml.Survey(gpus, (13, 0), "580"))
-    for value, expected in (("1", [1]), ("2,0", [2, 0]), ("GPU-11", [1]), ("0,9,1", [0]), ("", []), ("-1", [])):
+    for value, expected in (
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        ("GPU-11", [1]),
+        ("0,9,1", [0]),
+        ("", []),
+        ("-1", []),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         assert [gpus.index(gpu) for gpu in nvml.visible_gpus()] == expected, value
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -43,7 +43,9 @@ def test_recording_computes_nothing(device: DeviceUnderTest) -> None:
 
 
 def test_first_call_inside_a_capture_compiles_there(device: DeviceUnderTest) -> None:
-    text = 'extern "C" __global__ void fill(float* x, int n) { int i = threadIdx.x; if (i < n) x[i] = kFill; }'
+    text = (
+        'extern "C" __global__ void fill(float* x, int n) { int i = threadIdx.x; if (i < n) x[i] = kFill; }'
+    )
     kernel = cki.load(text, constants={"kFill": 41.5 + (device.kind == "sim")})
     out = device.empty((100,), np.float32)
     graph = cki.capture(lambda t: kernel(1, 128, t, 100), out, warmup=0)

@@ -28,18 +28,13 @@ def test_imports_no_framework_and_no_numpy() -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_import_takes_under_50_ms_beyond_the_interpreter() -> None:
-    def best(code: str) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            assert python(code, CKI_COMPILE="lazy").returncode == 0
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    # The standard modules below are CuPy's own imports too.
-    base = "import dataclasses, contextvars, pathlib, typing, threading, collections"
-    assert best(f"{base}; import cki") - best(base) < 0.05
+def test_import_takes_under_50_ms() -> None:
+    # The standard modules below are CuPy's own imports too.  Processor time, so that a busy machine counts for less.
+    code = (
+        "import time, dataclasses, contextvars, pathlib, typing, threading, collections\n"
+        "start = time.process_time(); import cki; print(time.process_time() - start)"
+    )
+    assert min(float(python(code, CKI_COMPILE="lazy").stdout) for _ in range(7)) < 0.05
 
 
 def test_public_names_resolve() -> None:
@@ -137,14 +132,20 @@ def test_import_makes_no_context_and_a_fork_is_fine(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_background_compilation_fills_the_cache(tmp_path: Path) -> None:
     env = {"CKI_CACHE_DIR": str(tmp_path), "CKI_COMPILE": "background"}
-    result = python("from cki import background, cache; background.wait(); print(cache.statistics().compiled)", **env)
+    result = python(
+        "from cki import background, cache; background.wait(); print(cache.statistics().compiled)", **env
+    )
     assert int(result.stdout) > 10, result.stderr
-    again = python("from cki import background, cache; background.wait(); print(cache.statistics().compiled)", **env)
+    again = python(
+        "from cki import background, cache; background.wait(); print(cache.statistics().compiled)", **env
+    )
     assert int(again.stdout) == 0, again.stderr
 
 
 @pytest.mark.gpu
 def test_exit_during_background_compilation_is_clean(tmp_path: Path) -> None:
     start = time.monotonic()
-    result = python("import cki, time; time.sleep(0.5)", CKI_CACHE_DIR=str(tmp_path), CKI_COMPILE="background")
+    result = python(
+        "import cki, time; time.sleep(0.5)", CKI_CACHE_DIR=str(tmp_path), CKI_COMPILE="background"
+    )
     assert (result.returncode, time.monotonic() - start < 15) == (0, True), result.stderr

@@ -109,7 +109,9 @@ def test_text_and_file(device: DeviceUnderTest, tmp_path: Path) -> None:
 
 
 def test_header_beside_the_file(device: DeviceUnderTest, tmp_path: Path) -> None:
-    (tmp_path / "mine.cuh").write_text("#pragma once\n__device__ inline float twice(float x) { return 2.f * x; }\n")
+    (tmp_path / "mine.cuh").write_text(
+        "#pragma once\n__device__ inline float twice(float x) { return 2.f * x; }\n"
+    )
     (tmp_path / "k.cu").write_text(
         '#include "mine.cuh"\nextern "C" __global__ void k(float* x) { x[threadIdx.x] = twice(x[threadIdx.x]); }\n'
     )

@@ -85,7 +85,13 @@ def refused(kind: type[CkiError], **kwargs: object) -> str:
 
 def test_every_broken_rule_is_listed() -> None:
     text = refused(InvalidArgumentError, x=X.astype(np.float64).T, other=X, factor=float("nan"), steps=True)
-    for rule in ("x is f64", "x has strides", "other has shape", "factor is nan", "steps is True of type bool"):
+    for rule in (
+        "x is f64",
+        "x has strides",
+        "other has shape",
+        "factor is nan",
+        "steps is True of type bool",
+    ):
         assert rule in text, text
     assert "a contiguous x" in text
 
