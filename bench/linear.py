@@ -181,7 +181,7 @@ def _tile(text: str) -> Tile:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form 128x256w2x4s3")
     block_m, block_n, warps_m, warps_n, stages = (int(number) for number in match.groups())
     min_blocks = max(1, 8 // (warps_m * warps_n))
-    return Tile(block_m, block_n, warps_m, warps_n, stages, min_blocks, 255, 1.0)
+    return Tile(block_m, block_n, warps_m, warps_n, stages, min_blocks, 255, 1.0, 1.0)
 
 
 def measure(problem: LinearProblem, all_tiles: bool, tiles: Sequence[Tile]) -> list[dict[str, object]]:

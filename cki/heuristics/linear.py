@@ -2,9 +2,8 @@
 
 The kernel (`cuda_src/gemm/linear.cu`) computes one tile of the result in a block.  Large tiles read each operand
 less often and keep the tensor cores busier; small ones waste less of a small problem and spread it over more SMs.
-The choice is the tile of the least modelled time: the SM with the most tiles decides, and a tile takes, for each 128
-bytes of K, the time of its products at the rate that its shape reaches, plus a fixed time for the barrier and for
-latency that it cannot hide.
+The choice is the tile of the least modelled time: blocks that share an SM take turns in rounds, and a round takes,
+for each 128 bytes of K, the sum of its blocks' shares of the SM or the time of one block alone, whichever is longer.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ ACTIVATIONS: dict[str | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu"
 #: Bytes of K in one stage of the ring.
 STAGE_ROW_BYTES = 128
 
-# Modelled cycles of one stage beside its products, and multiply-adds an SM does in a cycle at efficiency 1.
-_STAGE_CYCLES = 100.0
-_RATE = {2: 1280.0, 4: 213.0}
+# Stages' worth of time that a round spends on filling its ring and writing its results: less where blocks overlap.
+_EDGE_STAGES = {True: 2, False: 4}
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ class Tile:
 
     block_m, block_n: the tile of a block.  warps_m, warps_n: how its warps share it.  stages: depth of the ring.
     min_blocks: blocks an SM for which the compiler keeps registers.  max_registers: the stated budget a thread.
-    efficiency: share of the tensor cores' rate that the inner loop reaches when the SM is full.
+    alone, share: microseconds of a stage, for a block that has an SM to itself and for one of `min_blocks` on it.  They
+        were measured on an H200 (f16; estimated for fp32); only their ratios matter.
     """
 
     block_m: int
@@ -45,7 +44,8 @@ class Tile:
     stages: int
     min_blocks: int
     max_registers: int
-    efficiency: float
+    alone: float
+    share: float
 
     @property
     def threads(self) -> int:
@@ -59,19 +59,19 @@ class Tile:
 
 #: For 16-bit elements.  Three stages of the two largest fit into 96 and 144 KB.
 TILES_16BIT = (
-    Tile(16, 64, 1, 4, 6, 3, 128, 0.35),
-    Tile(32, 64, 1, 4, 4, 3, 128, 0.50),
-    Tile(64, 64, 2, 2, 4, 3, 168, 0.70),
-    Tile(64, 128, 2, 2, 4, 2, 232, 0.85),
-    Tile(128, 128, 2, 2, 3, 2, 255, 0.95),
-    Tile(128, 256, 2, 4, 3, 1, 255, 1.00),
+    Tile(16, 64, 1, 4, 6, 3, 104, 0.28, 0.14),
+    Tile(32, 64, 1, 4, 4, 3, 112, 0.40, 0.17),
+    Tile(64, 64, 2, 2, 4, 3, 144, 0.47, 0.25),
+    Tile(64, 128, 2, 2, 4, 2, 200, 0.74, 0.44),
+    Tile(128, 128, 2, 2, 3, 2, 255, 1.13, 0.73),
+    Tile(128, 256, 2, 4, 3, 1, 255, 1.56, 1.56),
 )
 #: For fp32, whose products come in threes and whose sums are kept twice.
 TILES_FP32 = (
-    Tile(16, 64, 1, 4, 6, 3, 128, 0.50),
-    Tile(32, 64, 1, 4, 4, 3, 160, 0.70),
-    Tile(64, 64, 2, 2, 4, 2, 200, 0.90),
-    Tile(128, 64, 4, 2, 4, 1, 200, 1.00),
+    Tile(16, 64, 1, 4, 6, 3, 104, 0.35, 0.25),
+    Tile(32, 64, 1, 4, 4, 3, 144, 0.50, 0.38),
+    Tile(64, 64, 2, 2, 4, 2, 200, 0.80, 0.70),
+    Tile(128, 64, 4, 2, 4, 1, 200, 1.30, 1.30),
 )
 
 
@@ -95,13 +95,14 @@ def choose_tile(
         fitting = [tile for tile in fitting if tile.block_m * tile.block_n <= 64 * 64]
     stages = max(1, -(-depth * itemsize // STAGE_ROW_BYTES))
 
-    def modelled_cycles(tile: Tile) -> float:
-        products = tile.block_m * tile.block_n * (STAGE_ROW_BYTES // itemsize)
-        stage = _STAGE_CYCLES + products / (_RATE[itemsize] * tile.efficiency)
-        on_fullest_sm = -(-block_count(tile, rows, columns) // max(device.sm_count, 1))
-        return on_fullest_sm * stages * stage
+    def modelled_time(tile: Tile) -> float:
+        blocks = -(-block_count(tile, rows, columns) // max(device.sm_count, 1))  # on the fullest SM
+        together = min(tile.min_blocks, device.shared_memory_per_block // tile.shared_memory)
+        rounds = [together] * (blocks // together) + [blocks % together]
+        steps = stages + _EDGE_STAGES[together > 1]
+        return steps * sum(max(tile.alone, count * tile.share) for count in rounds if count)
 
-    return min(fitting, key=modelled_cycles)
+    return min(fitting, key=modelled_time)
 
 
 def block_count(tile: Tile, rows: int, columns: Sequence[int]) -> int:

@@ -43,14 +43,14 @@ __device__ __forceinline__ void load_x(u32 (&a)[kTiles][4], const unsigned char*
   }
 }
 
-// b[j]: columns [column + 8 j, +8) of the product; K step `step`.
-template <class Element, int kBlockN, bool kAlongN, int kTiles>
-__device__ __forceinline__ void load_weight(u32 (&b)[kTiles][2], const unsigned char* tile, int column, int step) {
+// b[j]: columns [column + 8 j, +8) of the product for j = 0, 1; K step `step`.
+template <class Element, int kBlockN, bool kAlongN>
+__device__ __forceinline__ void load_weight(u32 (&b)[2][2], const unsigned char* tile, int column, int step) {
   using Tile = WeightTile<Element, kBlockN, kAlongN>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if constexpr (kAlongN && sizeof(Element) == 4) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+    for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int k = step * 8 + half * 4 + lane % 4;
@@ -60,24 +60,18 @@ __device__ __forceinline__ void load_weight(u32 (&b)[kTiles][2], const unsigned 
       }
     }
   } else {
-    static_assert(kTiles % 2 == 0, "one ldmatrix.x4 brings two tiles of eight columns");
-#pragma unroll
-    for (int j = 0; j < kTiles; j += 2) {
-      u32 words[4];
-      if constexpr (kAlongN) {
-        const int k = step * 16 + lane % 16;
-        const int chunk = column / 8 + j + lane / 16;
-        ptx::ldmatrix_x4_trans(words, tile + chunk_offset<Tile::kSwizzle, Tile::kChunks>(k, chunk));
-      } else {
-        const int n = column + j * 8 + lane / 16 * 8 + lane % 8;
-        const int chunk = step * 2 + lane / 8 % 2;
-        ptx::ldmatrix_x4(words, tile + chunk_offset<Tile::kSwizzle, Tile::kChunks>(n, chunk));
-      }
-      b[j][0] = words[0];
-      b[j][1] = words[1];
-      b[j + 1][0] = words[2];
-      b[j + 1][1] = words[3];
+    u32 words[4];
+    if constexpr (kAlongN) {
+      const int offset = chunk_offset<Tile::kSwizzle, Tile::kChunks>(step * 16 + lane % 16, column / 8 + lane / 16);
+      ptx::ldmatrix_x4_trans(words, tile + offset);
+    } else {
+      const int n = column + lane / 16 * 8 + lane % 8;
+      ptx::ldmatrix_x4(words, tile + chunk_offset<Tile::kSwizzle, Tile::kChunks>(n, step * 2 + lane / 8 % 2));
     }
+    b[0][0] = words[0];
+    b[0][1] = words[1];
+    b[1][0] = words[2];
+    b[1][1] = words[3];
   }
 }
 
@@ -88,14 +82,14 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], con
   ptx::mma_m16n8k16_bf16(sum, a, b, sum);
 }
 
-// sum[i][j] += a[i] b[j]: one K step of 16-bit elements.
+// sum[i][first + j] += a[i] b[j] for j = 0, 1: one K step of 16-bit elements.
 template <class Element, int kTilesM, int kTilesN>
-__device__ __forceinline__ void add_products(float (&sum)[kTilesM][kTilesN][4], const u32 (&a)[kTilesM][4],
-                                             const u32 (&b)[kTilesN][2], ElementTag<Element> type) {
+__device__ __forceinline__ void add_products(float (&sum)[kTilesM][kTilesN][4], int first, const u32 (&a)[kTilesM][4],
+                                             const u32 (&b)[2][2], ElementTag<Element> type) {
 #pragma unroll
   for (int i = 0; i < kTilesM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kTilesN; ++j) multiply(sum[i][j], a[i], b[j], type);
+    multiply(sum[i][first], a[i], b[0], type);
+    multiply(sum[i][first + 1], a[i], b[1], type);
   }
 }
 
@@ -111,22 +105,28 @@ __device__ __forceinline__ void split_tf32(const u32 (&x)[N], u32 (&high)[N], u3
 
 // The same for fp32: three products, the smallest first.
 template <int kTilesM, int kTilesN>
-__device__ __forceinline__ void add_products(float (&sum)[kTilesM][kTilesN][4], const u32 (&a)[kTilesM][4],
-                                             const u32 (&b)[kTilesN][2], ElementTag<float>) {
-  u32 b_high[kTilesN][2], b_low[kTilesN][2];
+__device__ __forceinline__ void add_products(float (&sum)[kTilesM][kTilesN][4], int first, const u32 (&a)[kTilesM][4],
+                                             const u32 (&b)[2][2], ElementTag<float>) {
+  u32 a_high[kTilesM][4], a_low[kTilesM][4], b_high[2][2], b_low[2][2];
 #pragma unroll
-  for (int j = 0; j < kTilesN; ++j) split_tf32(b[j], b_high[j], b_low[j]);
+  for (int j = 0; j < 2; ++j) split_tf32(b[j], b_high[j], b_low[j]);
 #pragma unroll
-  for (int i = 0; i < kTilesM; ++i) {
-    u32 a_high[4], a_low[4];
-    split_tf32(a[i], a_high, a_low);
-    // A pass over the columns for each: products that add to the same sum stand apart.
+  for (int i = 0; i < kTilesM; ++i) split_tf32(a[i], a_high[i], a_low[i]);
+  // All tiles within each of the three: products that add to the same sum stand apart.
 #pragma unroll
-    for (int j = 0; j < kTilesN; ++j) ptx::mma_m16n8k8_tf32(sum[i][j], a_low, b_high[j], sum[i][j]);
+  for (int i = 0; i < 2 * kTilesM; ++i) {
+    float(&tile)[4] = sum[i / 2][first + i % 2];
+    ptx::mma_m16n8k8_tf32(tile, a_low[i / 2], b_high[i % 2], tile);
+  }
 #pragma unroll
-    for (int j = 0; j < kTilesN; ++j) ptx::mma_m16n8k8_tf32(sum[i][j], a_high, b_low[j], sum[i][j]);
+  for (int i = 0; i < 2 * kTilesM; ++i) {
+    float(&tile)[4] = sum[i / 2][first + i % 2];
+    ptx::mma_m16n8k8_tf32(tile, a_high[i / 2], b_low[i % 2], tile);
+  }
 #pragma unroll
-    for (int j = 0; j < kTilesN; ++j) ptx::mma_m16n8k8_tf32(sum[i][j], a_high, b_high[j], sum[i][j]);
+  for (int i = 0; i < 2 * kTilesM; ++i) {
+    float(&tile)[4] = sum[i / 2][first + i % 2];
+    ptx::mma_m16n8k8_tf32(tile, a_high[i / 2], b_high[i % 2], tile);
   }
 }
 

@@ -6,7 +6,7 @@
 // Work.    One block computes a kBlockM x kBlockN tile of y; its kWarpsM x kWarpsN warps split the tile, each an array of
 //          m16n8 products in registers. Blocks take tiles in the order of rasterize.cuh.
 // K loop.  A ring of kStages stages in dynamic shared memory, each with 128 bytes of K (64 16-bit or 32 fp32 elements) of
-//          both operands, filled by cp.async (tile_load.cuh).
+//          both operands, filled by cp.async kStages - 1 ahead (tile_load.cuh).
 // fp32.    3xTF32 (fragments.cuh). Tensor cores truncate when they accumulate, so each stage starts from zero and its sum
 //          is added to the running one by a rounded fp32 addition: the error then does not drift with K. Products with
 //          infinities are repaired (nonfinite.cuh).
@@ -74,16 +74,28 @@ __device__ __forceinline__ Segment find_segment(int tile_n, const Element* w0, c
   return segment;
 }
 
-// Both operands' fragments of one step.
-struct Fragments {
-  u32 x[kTilesM][4];
-  u32 w[kTilesN][2];
-
-  __device__ __forceinline__ void load(const unsigned char* stage, int row, int column, int step) {
-    gemm::load_x(x, stage, row, step);
-    gemm::load_weight<Element, kBlockN, kWeightAlongN>(w, stage + kBlockM * gemm::kTileRowBytes, column, step);
+// sum += the products of one stage. Both operands' fragments are loaded ahead of their use, x by one step, w by 16 columns:
+// all of w's for a step at once would cost 64x64 warp tiles 24 more registers, which they do not have.
+__device__ __forceinline__ void add_stage(float (&sum)[kTilesM][kTilesN][4], const unsigned char* x_tile,
+                                          const unsigned char* w_tile, int row, int column) {
+  constexpr int kPairs = kTilesN / 2;
+  u32 a[2][kTilesM][4];
+  u32 b[2][2][2];
+  gemm::load_x(a[0], x_tile, row, 0);
+  gemm::load_weight<Element, kBlockN, kWeightAlongN>(b[0], w_tile, column, 0);
+#pragma unroll
+  for (int step = 0; step < gemm::kStepsPerStage; ++step) {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int next = step * kPairs + pair + 1;
+      if (pair == 0 && step + 1 < gemm::kStepsPerStage) gemm::load_x(a[(step + 1) % 2], x_tile, row, step + 1);
+      if (next < gemm::kStepsPerStage * kPairs) {
+        gemm::load_weight<Element, kBlockN, kWeightAlongN>(b[next % 2], w_tile, column + next % kPairs * 16, next / kPairs);
+      }
+      gemm::add_products(sum, pair * 2, a[step % 2], b[(next - 1) % 2], ElementTag<Element>{});
+    }
   }
-};
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear(const Element* x, const Element* w0, const Element* w1, const Element* w2, const Bias* bias0,
@@ -102,9 +114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
   const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
-  const auto stage_of = [](int k_tile) { return shared + k_tile % kStages * kStageBytes; };
-  const auto fill_stage = [&](int k_tile) {
-    unsigned char* x_tile = stage_of(k_tile);
+  const auto load_stage = [&](int k_tile) {
+    unsigned char* x_tile = shared + k_tile % kStages * kStageBytes;
     unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
     const int k = k_tile * kStageK;
     gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kThreads>(
@@ -124,35 +135,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   // has landed.
   const int k_tiles = (depth + kStageK - 1) / kStageK;
 #pragma unroll
-  for (int k_tile = 0; k_tile < kStages; ++k_tile) {
-    if (k_tile < k_tiles) fill_stage(k_tile);
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < k_tiles) load_stage(stage);
     ptx::cp_async_commit_group();
   }
-  ptx::cp_async_wait_group<kStages - 1>();
-  __syncthreads();
-  // Fragments are loaded a step ahead of their products, across stages too: when a warp enters the last step of a stage
-  // it has read all of it. So the one barrier of a stage stands there: behind it the next stage is complete, the present
-  // one is free to be filled, and the products of the last step run while both begin.
-  Fragments fragments[2];
-  if (k_tiles > 0) fragments[0].load(stage_of(0), warp_row, warp_column, 0);
 #pragma unroll 1
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-    float part[kTilesM][kTilesN][4] = {};
-#pragma unroll
-    for (int step = 0; step < gemm::kStepsPerStage; ++step) {
-      Fragments& ahead = fragments[(step + 1) % 2];
-      if (step + 1 < gemm::kStepsPerStage) {
-        ahead.load(stage_of(k_tile), warp_row, warp_column, step + 1);
-      } else if (k_tile + 1 < k_tiles) {
-        ptx::cp_async_wait_group<kStages - 2>();
-        __syncthreads();
-        if (k_tile + kStages < k_tiles) fill_stage(k_tile + kStages);
-        ptx::cp_async_commit_group();
-        ahead.load(stage_of(k_tile + 1), warp_row, warp_column, 0);
-      }
-      gemm::add_products(kSumPerStage ? part : sum, fragments[step % 2].x, fragments[step % 2].w, ElementTag<Element>{});
-    }
+    ptx::cp_async_wait_group<kStages - 2>();
+    __syncthreads();  // stage k_tile is there for all, and nobody reads the stage that is filled next
+    if (k_tile + kStages - 1 < k_tiles) load_stage(k_tile + kStages - 1);
+    ptx::cp_async_commit_group();
+    const unsigned char* x_tile = shared + k_tile % kStages * kStageBytes;
+    const unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
     if constexpr (kSumPerStage) {
+      float part[kTilesM][kTilesN][4] = {};
+      add_stage(part, x_tile, w_tile, warp_row, warp_column);
 #pragma unroll
       for (int i = 0; i < kTilesM; ++i) {
 #pragma unroll
@@ -161,6 +158,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           for (int e = 0; e < 4; ++e) sum[i][j][e] += part[i][j][e];
         }
       }
+    } else {
+      add_stage(sum, x_tile, w_tile, warp_row, warp_column);
     }
   }
 

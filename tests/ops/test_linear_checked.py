@@ -12,7 +12,7 @@ from tests.ops.linear_cases import F16, F32, linear_with_tile, normal, plain
 
 SEEDS = range(20)
 #: Rings of two and three stages in a small tile, and one whose warps split rows and columns.
-SHALLOW = Tile(16, 64, 1, 4, 2, 3, 128, 1.0)
+SHALLOW = Tile(16, 64, 1, 4, 2, 3, 128, 1.0, 1.0)
 CASES = {
     "f16, ring of two": (SHALLOW, F16, "in_out", (17, 66, 330), 0),
     "f16, copies of two bytes": (SHALLOW, F16, "out_in", (3, 65, 327), 0),
