@@ -1,7 +1,7 @@
 """Every kernel compiles for every architecture that it declares: no spills, no ptxas notes, registers within budget.
 
-No GPU needed.  All kernels are compiled for sm_80 and sm_90a; for the other architectures every fourth, and at least one
-of each entry: a full round takes some twenty minutes of processor time.  `make compile-all` is that round.
+No GPU needed.  All kernels are compiled for sm_80 and sm_90a; for the other architectures, every fourth and at least
+one of each entry: a full round takes twenty minutes of processor time.  `make compile-all` is that round.
 """
 
 from __future__ import annotations
