@@ -112,8 +112,8 @@ class HostArena(Arena):
         self._bytes[offset : offset + source.nbytes] = source.view(np.uint8).reshape(-1)
 
     def upload_rows(self, offset: int, pitch: int, source: np.ndarray, stream: int) -> None:
-        rows = self._bytes[offset : offset + len(source) * pitch].reshape(len(source), pitch)
-        rows[:, : source.nbytes // len(source)] = source.view(np.uint8)
+        target = np.ndarray(source.shape, source.dtype, self._bytes, offset, (pitch, source.itemsize))
+        target[:] = source
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._bytes[target : target + nbytes] = self._bytes[source : source + nbytes]

@@ -38,7 +38,8 @@ class BlockAllocator:
 
     table: int32 [max_sequences, max_blocks_per_sequence], block ids by row and place; stale past a row's blocks.
     lengths: int64 [max_sequences], tokens of each row.  held: int64 [max_sequences], blocks of each row.
-    version: changes whenever an entry of `table` in use does.  Read these; only the methods write them.
+    version: changes when a row is given to a sequence and when an entry in use changes; not when entries are added.
+    Read these; only the methods write them.
     """
 
     def __init__(
@@ -172,12 +173,12 @@ class BlockAllocator:
             copies[:, 0], copies[:, 1] = self.table[place], taken[num_new:]
             np.subtract.at(self._owners, copies[:, 0], 1)
             self.table[place] = copies[:, 1]
+            self.version += 1
         if num_new:
             owner = np.repeat(np.arange(len(rows)), new)
             ordinal = np.arange(num_new) - (np.cumsum(new) - new)[owner]
             self.table[rows[owner], held[owner] + ordinal] = taken[:num_new]
             self.held[rows] = held + new
-        self.version += len(taken) > 0
         self.lengths[rows] = ends
         for row in list(self._prompts):
             self._publish(row)

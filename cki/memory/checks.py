@@ -25,9 +25,9 @@ def is_size(value: Any) -> bool:
 
 def token_counts(counts: int | Sequence[int] | np.ndarray, length: int) -> np.ndarray:
     """int64 [length]: a number of tokens for each sequence, from one number or `length` of them."""
+    if is_integer(counts) and counts >= 0:  # type: ignore[operator]
+        return np.full(length, counts, np.int64)
     array = np.asarray(counts)
-    if array.ndim == 0:
-        array = np.broadcast_to(array, length)
     if (array.dtype.kind not in "iu" and array.size) or array.shape != (length,) or array.min(initial=0) < 0:
         raise InvalidArgumentError(
             f"new tokens: {counts!r}", hint=f"one integer, 0 or more, for all sequences, or {length} of them"

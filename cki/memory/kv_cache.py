@@ -92,8 +92,12 @@ class PagedKVCache:
         self._make_staging()
         self._layers = self._make_layers()
         self._block_parts = self._layout.block_parts()
-        # What the device's block table holds: (version of the allocator's table, rows).
-        self._uploaded_table = (-1, b"")
+        # What the device's block table holds: (version of the allocator's table, rows), blocks of each row.
+        self._uploaded_batch = (-1, b"")
+        self._uploaded_held = np.zeros(0, np.int64)
+        # Tensors of the last step's (sequences, tokens), for the next one of the same extents.
+        self._viewed = (-1, -1)
+        self._views: dict[str, CacheTensor] = {}
         nothing = np.zeros(0, np.int64)
         self._upload_step(nothing, nothing, nothing, 0, self._stream)
         if wanted.static_scales is not None:
@@ -280,48 +284,66 @@ class PagedKVCache:
                 hint="several steps (a prompt may be stored in parts), or a larger max_step_tokens",
             )
         copies = self._allocator.append_rows(rows, counts)
-        lengths = self._allocator.lengths[rows]
         for source, target in copies.tolist():
             self._copy_block(source, target, handle)
+        lengths = self._allocator.lengths[rows]
         self._upload_step(rows, counts, lengths, total, handle)
+        batch = len(rows)
+        if self._viewed != (batch, total):
+            self._viewed = batch, total
+            self._views = {
+                "slot_mapping": self._table("slot_mapping", total), "positions": self._table("positions", total),
+                "cu_seqlens_q": self._table("cu_seqlens_q", batch + 1), "seq_lens": self._table("seq_lens", batch),
+                "block_table": self._table("block_table", batch),
+            }  # fmt: skip
+        longest = int(lengths.max(initial=0))
         return Step(
-            len(rows), total, int(lengths.max(initial=0)),
-            self._table("slot_mapping", total), self._table("positions", total),
-            self._table("cu_seqlens_q", len(rows) + 1), self._table("seq_lens", len(rows)),
-            self._table("block_table", len(rows)), copies,
+            num_sequences=batch, num_tokens=total, max_seq_len=longest, copies=copies, **self._views
         )  # fmt: skip
 
     def _upload_step(
         self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, total: int, stream: int
     ) -> None:
-        allocator, size = self._allocator, self.block_size
-        buffer = self._staging.next()
-        staged = self._staged[buffer]
+        index = self._staging.next()
+        staged, buffer, batch = self._staged[index], self._staging.buffers[index], len(rows)
         starts = np.cumsum(counts) - counts
-        owner = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(total) + (lengths - counts - starts)[owner]
-        place, offset = np.divmod(positions, size)
-        slots, batch = staged["slot_mapping"], len(rows)
-        slots[:total] = allocator.table[rows[owner], place]
-        slots[:total] *= size
-        slots[:total] += offset
+        owner = np.repeat(rows, counts)
+        positions = np.arange(total) + np.repeat(lengths - counts - starts, counts)
+        place, offset = np.divmod(positions, self.block_size)
+        staged["slot_mapping"][:total] = (
+            self._allocator.table[owner, place] * np.int64(self.block_size) + offset
+        )
         staged["positions"][:total] = positions
-        slots[total : self._staged_tokens[buffer]] = -1
-        staged["positions"][total : self._staged_tokens[buffer]] = 0
-        self._staged_tokens[buffer] = total
+        before = self._staged_tokens[index]
+        if before > total:
+            staged["slot_mapping"][total:before] = -1
+            staged["positions"][total:before] = 0
+        self._staged_tokens[index] = total
         staged["seq_lens"][:batch], staged["seq_lens"][batch:] = lengths, 0
         staged["cu_seqlens_q"][:batch], staged["cu_seqlens_q"][batch:] = starts, total
-        self._arena.upload(0, self._staging.buffers[buffer][: self._layout.upload_nbytes], stream)
+        self._arena.upload(0, buffer[: self._layout.upload_nbytes], stream)
+        self._upload_table(rows, staged["block_table"], stream)
+        self._staging.sent(index, stream)
 
-        columns = int(allocator.held[rows].max(initial=0))
-        table = (allocator.version, rows.tobytes())
-        if table != self._uploaded_table and columns:
-            used = staged["block_table"][: batch * columns].reshape(batch, columns)
-            used[:] = allocator.table[rows, :columns]
+    def _upload_table(self, rows: np.ndarray, staged: np.ndarray, stream: int) -> None:
+        """Upload the part of the block table that the device lacks: of the same batch as before, the columns added."""
+        held = self._allocator.held[rows]
+        batch = self._allocator.version, rows.tobytes()
+        if batch == self._uploaded_batch:
+            changed = np.flatnonzero(held != self._uploaded_held)
+            if not len(changed):
+                return
+            top, bottom = int(changed[0]), int(changed[-1]) + 1
+            left, right = int(self._uploaded_held[changed].min()), int(held[changed].max())
+        else:
+            top, bottom, left, right = 0, len(rows), 0, int(held.max(initial=0))
+        self._uploaded_batch, self._uploaded_held = batch, held
+        if right:
+            part = staged[: (bottom - top) * (right - left)].reshape(bottom - top, right - left)
+            part[:] = self._allocator.table[rows[top:bottom], left:right]
             pitch = 4 * self._shape.max_blocks_per_sequence
-            self._arena.upload_rows(self._layout.tables["block_table"].offset, pitch, used, stream)
-            self._uploaded_table = table
-        self._staging.sent(buffer, stream)
+            corner = self._layout.tables["block_table"].offset + top * pitch + 4 * left
+            self._arena.upload_rows(corner, pitch, part, stream)
 
     def _copy_block(self, source: int, target: int, stream: int) -> None:
         for offset, nbytes in self._block_parts:
