@@ -6,14 +6,15 @@
 //   bits 49-51  base offset, 0 for tiles that start at a multiple of their swizzle pattern (1024, 512 or 256 bytes)
 //   bits 62-63  swizzle: 0 none, 1 = 128 bytes, 2 = 64 bytes, 3 = 32 bytes
 //
-// K-major (the usual form of A and B: each row of the tile is contiguous along K). Rows of Span bytes, swizzled; SBO steps
-// over 8 rows. LBO is unused with a swizzle. A K step (16 elements of 2 bytes or 32 of 1: 32 bytes) within a row adds 32
-// bytes to the start address; the hardware swizzles the final address, so the sum needs no XOR. With no swizzle an 8x16-byte
-// core matrix is 128 contiguous bytes, LBO steps over core matrices along K, SBO over core matrices along rows.
+// K-major (the usual form of A and B: each row of the tile is contiguous along K). Rows of Span bytes, swizzled; SBO
+// steps over 8 rows. LBO is unused with a swizzle. A K step (16 elements of 2 bytes or 32 of 1: 32 bytes) within a
+// row adds 32 bytes to the start address; the hardware swizzles the final address, so the sum needs no XOR. With no
+// swizzle an 8x16-byte core matrix is 128 contiguous bytes, LBO steps over core matrices along K, SBO over core
+// matrices along rows.
 //
-// MN-major (16-bit only; the tile as it lies when K is the row index, such as V in P V). Slabs of [K rows][Span bytes of
-// columns], swizzled; SBO steps over 8 K rows (8 * Span bytes), LBO over to the next slab of columns. A K step of 16 adds
-// 16 * Span bytes.
+// MN-major (16-bit only; the tile as it lies when K is the row index, such as V in P V). Slabs of [K rows][Span bytes
+// of columns], swizzled; SBO steps over 8 K rows (8 * Span bytes), LBO over to the next slab of columns. A K step of
+// 16 adds 16 * Span bytes.
 #pragma once
 
 #include "common/types.cuh"
@@ -29,7 +30,8 @@ template <int Span>
 __device__ __forceinline__ u64 wgmma_descriptor(const void* tile, u32 leading_bytes, u32 stride_bytes) {
   static_assert(Span == 0 || Span == 32 || Span == 64 || Span == 128, "the span is 32, 64 or 128 bytes, or 0 for none");
   constexpr u64 kMode = Span == 128 ? 1 : Span == 64 ? 2 : Span == 32 ? 3 : 0;
-  return static_cast<u64>((ptx::shared_address(tile) & 0x3ffff) >> 4) | static_cast<u64>((leading_bytes & 0x3ffff) >> 4) << 16 |
+  return static_cast<u64>((ptx::shared_address(tile) & 0x3ffff) >> 4) |
+         static_cast<u64>((leading_bytes & 0x3ffff) >> 4) << 16 |
          static_cast<u64>((stride_bytes & 0x3ffff) >> 4) << 32 | kMode << 62;
 }
 

@@ -1,4 +1,5 @@
-// Conversion of a generic pointer to the 32-bit address of the shared window that PTX's shared-memory instructions take.
+// Conversion of a generic pointer to the 32-bit address of the shared window that PTX's shared-memory instructions
+// take.
 #pragma once
 
 #include "common/types.cuh"

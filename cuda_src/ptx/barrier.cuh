@@ -3,7 +3,8 @@
 
 namespace cki::ptx {
 
-// Waits until `threads` threads (a multiple of 32) have arrived at barrier `id` (0..15). Whole warps call it, converged.
+// Waits until `threads` threads (a multiple of 32) have arrived at barrier `id` (0..15). Whole warps call it,
+// converged.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }

@@ -1,7 +1,8 @@
 // Bulk asynchronous copies of contiguous bytes between global and shared memory (PTX cp.async.bulk, sm_90).
 //
-// Addresses are 16-byte aligned and sizes multiples of 16. Loads complete on an mbarrier, which has been told the number of
-// bytes (mbarrier_arrive_expect_tx). Stores are counted in bulk groups of the issuing thread. One thread issues a copy.
+// Addresses are 16-byte aligned and sizes multiples of 16. Loads complete on an mbarrier, which has been told the
+// number of bytes (mbarrier_arrive_expect_tx). Stores are counted in bulk groups of the issuing thread. One thread
+// issues a copy.
 #pragma once
 
 #include "common/types.cuh"
@@ -19,7 +20,8 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 
                : "memory");
 }
 
-// The bytes arrive at the same offset in each block of `cta_mask` (bit = rank), and count on the barrier at the same offset.
+// The bytes arrive at the same offset in each block of `cta_mask` (bit = rank), and count on the barrier at the same
+// offset.
 template <int Sm = kTargetSm>
 __device__ __forceinline__ void bulk_load_multicast(void* shared, const void* global, u32 bytes, u64* barrier,
                                                     u16 cta_mask) {

@@ -1,5 +1,5 @@
-// L2 cache policies: the 64-bit values that `createpolicy.fractional` yields for a fraction of 1, as immediate constants.
-// TMA copies take them as their last argument.
+// L2 cache policies: the 64-bit values that `createpolicy.fractional` yields for a fraction of 1, as immediate
+// constants. TMA copies take them as their last argument.
 #pragma once
 
 #include "common/types.cuh"

@@ -1,7 +1,7 @@
 // Thread block clusters and distributed shared memory (PTX, sm_90).
 //
-// A block's shared memory stays valid for its peers only while the block runs: the last access to a peer is followed by a
-// cluster barrier in both blocks.
+// A block's shared memory stays valid for its peers only while the block runs: the last access to a peer is followed
+// by a cluster barrier in both blocks.
 #pragma once
 
 #include "common/types.cuh"

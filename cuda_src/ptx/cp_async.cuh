@@ -10,8 +10,9 @@
 
 namespace cki::ptx {
 
-// Copies `source_bytes` (0..Bytes) and fills the rest of the Bytes (4, 8 or 16) with zeros; both addresses are aligned to
-// Bytes. With source_bytes 0 nothing is read, but `global` must still be a valid pointer. 16 bytes bypass L1 (.cg).
+// Copies `source_bytes` (0..Bytes) and fills the rest of the Bytes (4, 8 or 16) with zeros; both addresses are
+// aligned to Bytes. With source_bytes 0 nothing is read, but `global` must still be a valid pointer. 16 bytes bypass
+// L1 (.cg).
 template <int Bytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int source_bytes = Bytes) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -41,8 +42,8 @@ __device__ __forceinline__ void cp_async_wait_group() {
 // Waits for all copies of this thread, committed or not.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 
-// The barrier receives one arrival of this thread when all its earlier copies are complete; the arrival counts against the
-// barrier's expected count as initialised.
+// The barrier receives one arrival of this thread when all its earlier copies are complete; the arrival counts
+// against the barrier's expected count as initialised.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(shared_address(barrier)) : "memory");
 }

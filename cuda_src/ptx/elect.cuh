@@ -6,8 +6,8 @@
 
 namespace cki::ptx {
 
-// True in exactly one lane of the warp, which one is the hardware's choice. Unlike `lane == 0` the compiler knows that the
-// branch is taken by one thread, and issues TMA and commits without a loop over lanes.
+// True in exactly one lane of the warp, which one is the hardware's choice. Unlike `lane == 0` the compiler knows
+// that the branch is taken by one thread, and issues TMA and commits without a loop over lanes.
 template <int Sm = kTargetSm>
 __device__ __forceinline__ bool elect_one() {
   static_assert(Sm >= 90, "elect.sync needs sm_90");

@@ -1,8 +1,8 @@
 // Warp-wide loads of 8x8 matrices of 16-bit elements from shared memory into mma fragments (PTX ldmatrix, sm_75).
 //
-// Lane l of a warp passes the address of row l%8 of matrix l/8 (16 bytes, 16-byte aligned); x1 reads the addresses of lanes
-// 0-7, x2 of lanes 0-15, x4 of all. Lane l receives of matrix i, in r[i], the elements (row l/4, columns 2*(l%4) and +1),
-// lower half first; with _trans the elements (rows 2*(l%4) and +1, column l/4).
+// Lane l of a warp passes the address of row l%8 of matrix l/8 (16 bytes, 16-byte aligned); x1 reads the addresses of
+// lanes 0-7, x2 of lanes 0-15, x4 of all. Lane l receives of matrix i, in r[i], the elements (row l/4, columns
+// 2*(l%4) and +1), lower half first; with _trans the elements (rows 2*(l%4) and +1, column l/4).
 #pragma once
 
 #include "common/types.cuh"

@@ -1,7 +1,7 @@
 // Approximate functions of the special function unit (PTX .approx). Error bounds are the PTX manual's.
 //
-// .ftz forms read subnormal inputs as zero and flush subnormal results to zero, in both cases keeping the sign. They are
-// plain (not volatile) asm: the compiler may move, merge or drop them like arithmetic.
+// .ftz forms read subnormal inputs as zero and flush subnormal results to zero, in both cases keeping the sign. They
+// are plain (not volatile) asm: the compiler may move, merge or drop them like arithmetic.
 #pragma once
 
 namespace cki::ptx {

@@ -1,9 +1,9 @@
 // Barriers in shared memory with phases and transaction counts (PTX mbarrier, 8 bytes, 8-byte aligned).
 //
-// A phase completes when as many arrivals as initialised have come and the count of outstanding bytes (tx) is zero; the
-// next phase then starts with the full count. A waiter names the parity of the phase that it waits for: 0 for the first.
-// Waiting for parity 1 on a fresh barrier returns at once, which is how a producer finds its ring of stages empty.
-// init, arrive and waits need sm_80, transaction counts and clusters sm_90.
+// A phase completes when as many arrivals as initialised have come and the count of outstanding bytes (tx) is zero;
+// the next phase then starts with the full count. A waiter names the parity of the phase that it waits for: 0 for the
+// first. Waiting for parity 1 on a fresh barrier returns at once, which is how a producer finds its ring of stages
+// empty. init, arrive and waits need sm_80, transaction counts and clusters sm_90.
 #pragma once
 
 #include "common/types.cuh"
@@ -109,7 +109,8 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(u64* barrier, u32 pari
   return complete != 0;
 }
 
-// As mbarrier_try_wait_parity, with acquire semantics towards the whole cluster: for barriers on which other blocks arrive.
+// As mbarrier_try_wait_parity, with acquire semantics towards the whole cluster: for barriers on which other blocks
+// arrive.
 template <int Sm = kTargetSm>
 __device__ __forceinline__ bool mbarrier_try_wait_parity_cluster(u64* barrier, u32 parity) {
   static_assert(Sm >= 90, "clusters need sm_90");

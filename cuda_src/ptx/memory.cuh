@@ -1,4 +1,5 @@
-// Loads, stores and reductions on global memory with a stated width, cache policy or memory order (PTX ld, st, red, atom).
+// Loads, stores and reductions on global memory with a stated width, cache policy or memory order (PTX ld, st, red,
+// atom).
 //
 // A 16-byte access needs 16-byte alignment, and so on. "nc" reads through the read-only path: the memory is not written
 // while the kernel runs. acquire/release/relaxed are at GPU scope, for flags and counters between blocks.
@@ -75,7 +76,10 @@ __device__ __forceinline__ u32 load_global_4(const void* p) {
 }
 
 __device__ __forceinline__ void store_global_16(void* p, uint4 v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" : : "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_global_8(void* p, uint2 v) {

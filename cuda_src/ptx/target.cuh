@@ -1,8 +1,8 @@
 // What the architecture being compiled offers.
 //
-// Each function of this folder takes a defaulted template argument from here and checks it by static_assert. The argument
-// makes the check dependent: a header can be included for any architecture, and only a call that the architecture cannot
-// execute fails to compile, with a message that names what it needs.
+// Each function of this folder takes a defaulted template argument from here and checks it by static_assert. The
+// argument makes the check dependent: a header can be included for any architecture, and only a call that the
+// architecture cannot execute fails to compile, with a message that names what it needs.
 #pragma once
 
 namespace cki::ptx {

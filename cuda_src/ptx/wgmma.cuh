@@ -1,18 +1,18 @@
 // Warpgroup matrix products, asynchronous (PTX wgmma, sm_90a): D[64xN] = A[64xK] B[KxN] (+ D), fp32 accumulation.
 //
-// K is 16 for f16 and bf16, 32 for e4m3; N any multiple of 8 up to 256. A kernel includes ptx/wgmma/n<N>.cuh for each N that
-// it uses: one file an N, because an asm statement with up to 128 operands costs compile time.
+// K is 16 for f16 and bf16, 32 for e4m3; N any multiple of 8 up to 256. A kernel includes ptx/wgmma/n<N>.cuh for each
+// N that it uses: one file an N, because an asm statement with up to 128 operands costs compile time.
 //
-// Order of calls, by all 128 threads of a warpgroup: wgmma_fence() once the accumulators (and A registers) have been written
-// by ordinary code; products; wgmma_commit_group(); wgmma_wait_group<n>() before the accumulators or the A registers are
-// touched again and before the operands in shared memory are overwritten.
+// Order of calls, by all 128 threads of a warpgroup: wgmma_fence() once the accumulators (and A registers) have been
+// written by ordinary code; products; wgmma_commit_group(); wgmma_wait_group<n>() before the accumulators or the A
+// registers are touched again and before the operands in shared memory are overwritten.
 //
 // Accumulators: with warp w of the warpgroup, g = lane/4, t = lane%4, thread holds in
 //   d[4j], d[4j+1]    row 16w+g,   columns 8j+2t, 8j+2t+1
 //   d[4j+2], d[4j+3]  row 16w+g+8, same columns
-// A in registers: as the A fragment of mma.cuh for rows 16w..16w+15. So the pairs (d[8k], d[8k+1]), (d[8k+2], d[8k+3]),
-// (d[8k+4], d[8k+5]), (d[8k+6], d[8k+7]) of a product, packed to 16 bits, are a[0..3] of the k-th step of a next product.
-// Operands in shared memory are named by descriptors: common/wgmma_descriptor.cuh.
+// A in registers: as the A fragment of mma.cuh for rows 16w..16w+15. So the pairs (d[8k], d[8k+1]), (d[8k+2],
+// d[8k+3]), (d[8k+4], d[8k+5]), (d[8k+6], d[8k+7]) of a product, packed to 16 bits, are a[0..3] of the k-th step of a
+// next product. Operands in shared memory are named by descriptors: common/wgmma_descriptor.cuh.
 #pragma once
 
 #include "common/types.cuh"
@@ -72,8 +72,8 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 
   }
 }
 
-// Orders ordinary accesses to accumulator and A registers before the products that follow. Not needed between products on
-// the same accumulators.
+// Orders ordinary accesses to accumulator and A registers before the products that follow. Not needed between
+// products on the same accumulators.
 template <bool Available = kTargetHasWgmma>
 __device__ __forceinline__ void wgmma_fence() {
   static_assert(Available, "wgmma needs sm_90a");

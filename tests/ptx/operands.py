@@ -49,7 +49,7 @@ def widen(bits: np.ndarray, element: str) -> np.ndarray:
 
 
 def product_error(d: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray | float = 0.0) -> float:
-    """The largest error of D = A B^T + C, relative to sum |a||b| + |c|, the scale of a dot product's rounding errors."""
+    """The largest error of D = A B^T + C, relative to sum |a||b| + |c|, the scale of its rounding errors."""
     exact = a @ np.swapaxes(b, -1, -2) + c
     scale = np.abs(a) @ np.swapaxes(np.abs(b), -1, -2) + np.abs(c)
     return float(np.max(np.abs(d - exact) / scale))

@@ -35,7 +35,9 @@ def tiles(device: DeviceUnderTest) -> None:
 
 
 def wgmma(device: DeviceUnderTest) -> None:
-    form = (test_ptx_wgmma.SHARED, test_ptx_wgmma.REGISTERS, test_ptx_wgmma.B_MN_MAJOR)[checking.current().seed % 3]
+    form = (test_ptx_wgmma.SHARED, test_ptx_wgmma.REGISTERS, test_ptx_wgmma.B_MN_MAJOR)[
+        checking.current().seed % 3
+    ]
     assert test_ptx_wgmma.multiply(device, "bf16", 64, form, 128) <= test_ptx_wgmma.BOUND["bf16"]
 
 
@@ -55,5 +57,7 @@ def test_no_false_report(run: Callable[[DeviceUnderTest], None]) -> None:
     with cki.device("sim") as info:
         device = DeviceUnderTest("sim", info)
         for seed in range(SEEDS):
-            with sim.checks(adversarial=True, hazards=True, races=seed % 4 != 0, bounds=seed % 4 != 0, seed=seed):
+            with sim.checks(
+                adversarial=True, hazards=True, races=seed % 4 != 0, bounds=seed % 4 != 0, seed=seed
+            ):
                 run(device)

@@ -10,7 +10,8 @@ from tests.ptx.operands import load
 
 
 @pytest.mark.parametrize(
-    ("blocks", "dimensions", "hint"), [(2, 2, 0), (2, 2, 1), (2, 3, 0), (2, 3, 1), (2, 4, 0), (2, 5, 0), (4, 4, 1), (4, 5, 1)]
+    ("blocks", "dimensions", "hint"),
+    [(2, 2, 0), (2, 2, 1), (2, 3, 0), (2, 3, 1), (2, 4, 0), (2, 5, 0), (4, 4, 1), (4, 5, 1)],
 )
 def test_cluster(device, blocks: int, dimensions: int, hint: int) -> None:
     clusters = 2
@@ -25,12 +26,17 @@ def test_cluster(device, blocks: int, dimensions: int, hint: int) -> None:
     )
     device.synchronize()
     for array in gathered:
-        np.testing.assert_array_equal(device.numpy(array), np.broadcast_to(source, (clusters * blocks, *source.shape)))
+        np.testing.assert_array_equal(
+            device.numpy(array), np.broadcast_to(source, (clusters * blocks, *source.shape))
+        )
     ranks = device.numpy(ranks)
     for block in range(clusters * blocks):
         rank = block % blocks
         following = (rank + 1) % blocks
         assert ranks[block, 0] == rank
         assert ranks[block, 1] == blocks
-        assert ranks[block, 2] == int(following * 1000 + (following + 0.125) * 8) + int((following + 0.5) * 2) + 1
+        assert (
+            ranks[block, 2]
+            == int(following * 1000 + (following + 0.125) * 8) + int((following + 0.5) * 2) + 1
+        )
         assert ranks[block, 3] == sum(10 + peer for peer in range(blocks)) + 18 * 10000

@@ -12,6 +12,6 @@ def test_control(device) -> None:
     load("control.cu", "control")(1, 256, out)
     device.synchronize()
     out = device.numpy(out)
-    assert list(out[:8]) == [1] * 8   # one lane of each warp was elected
-    assert out[8] == 42               # bar_arrive published the producer's store
+    assert list(out[:8]) == [1] * 8  # one lane of each warp was elected
+    assert out[8] == 42  # bar_arrive published the producer's store
     assert out[9] == 20

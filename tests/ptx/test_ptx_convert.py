@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from tests.ptx.operands import CANONICAL_NAN, load, narrow, widen
 
 
 def inputs() -> np.ndarray:
-    """Float32 values: every upper half of the bits with lower halves that tie and nearly tie in each format, both signs."""
+    """Float32 values: every upper half of the bits with lower halves that tie or nearly do, subnormal results, ties."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     lower = np.array([0, 1, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     exact = (upper[:, None] | lower[None, :]).ravel()
     rng = np.random.default_rng(1)
-    subnormal = rng.uniform(-2.0**-6, 2.0**-6, 1 << 15).astype(np.float32) * np.exp2(-rng.integers(0, 24, 1 << 15)).astype(np.float32)
-    ties = (rng.integers(0, 1 << 11, 1 << 15) * 2.0 + 1).astype(np.float32) * np.exp2(-rng.integers(-6, 26, 1 << 15)).astype(np.float32)
-    return np.concatenate([exact.view(np.float32), subnormal, ties, -ties])
+    count = 1 << 15
+    subnormal = rng.uniform(-(2.0**-6), 2.0**-6, count) * np.exp2(-rng.integers(0, 24, count))
+    ties = (rng.integers(0, 1 << 11, count) * 2 + 1) * np.exp2(-rng.integers(-6, 26, count))
+    return np.concatenate([exact.view(np.float32), *(x.astype(np.float32) for x in (subnormal, ties, -ties))])
 
 
 @pytest.fixture
@@ -26,8 +28,11 @@ def results(device):
     names = ["to_f16", "to_bf16", "to_f16x2", "to_bf16x2", "to_e4m3x2", "to_e5m2x2", "to_tf32",
              "from_f16", "from_bf16", "from_f16x2", "from_bf16x2", "from_e4m3x2", "from_e5m2x2"]  # fmt: skip
     narrow_names = ("to_f16", "to_bf16", "to_e4m3x2", "to_e5m2x2")
+    pair_names = ("from_f16x2", "from_bf16x2")
     out = {
-        name: device.empty((n * (2 if name in ("from_f16x2", "from_bf16x2") else 1),), np.uint16 if name in narrow_names else np.uint32)
+        name: device.empty(
+            (2 * n if name in pair_names else n,), np.uint16 if name in narrow_names else np.uint32
+        )
         for name in names
     }
     load("convert.cu", "convert")((n + 255) // 256, 256, device.array(x), n, *out.values())
@@ -37,9 +42,10 @@ def results(device):
 
 def assert_equal_bits(actual: np.ndarray, expected: np.ndarray, inputs_: np.ndarray) -> None:
     wrong = np.flatnonzero(actual != expected)
-    assert wrong.size == 0, (
-        f"{wrong.size} differ; first: input {inputs_[wrong[0]]!r}, got {actual[wrong[0]]:#x}, expected {expected[wrong[0]]:#x}"
-    )
+    for i in wrong[:1]:
+        pytest.fail(
+            f"{wrong.size} differ; input {inputs_[i]!r}: got {actual[i]:#x}, expected {expected[i]:#x}"
+        )
 
 
 def test_conversions_from_f32(results) -> None:
@@ -57,7 +63,7 @@ def test_conversions_from_f32(results) -> None:
 def test_conversion_to_tf32(results) -> None:
     x, out = results
     bits = x.view(np.uint32)
-    # To nearest, ties away from zero. NaN and infinity are cut: a NaN with a payload in the low bits becomes an infinity.
+    # To nearest, ties away from zero. NaN and infinity are cut: a NaN whose payload is low becomes an infinity.
     expected = np.where(np.isfinite(x), bits + np.uint32(0x1000), bits) & np.uint32(0xFFFFE000)
     assert_equal_bits(out["to_tf32"], expected, x)
 
@@ -87,4 +93,6 @@ def test_conversions_of_eight_bit_floats(results) -> None:
         for byte in (half & 0xFF, half >> 8):
             values = widen(byte.astype(np.uint8), element).astype(np.float16)
             parts.append(np.where(np.isnan(values), np.uint16(CANONICAL_NAN["f16"]), values.view(np.uint16)))
-        assert_equal_bits(out[f"from_{element}x2"], parts[0].astype(np.uint32) | parts[1].astype(np.uint32) << 16, half)
+        assert_equal_bits(
+            out[f"from_{element}x2"], parts[0].astype(np.uint32) | parts[1].astype(np.uint32) << 16, half
+        )

@@ -22,7 +22,9 @@ def test_cp_async(device) -> None:
         expected = np.full(16, 0xEE, np.uint8)
         expected[:8] = np.where(np.arange(8) < min(count, 8), source[1, thread, :8], 0)
         expected[8:12] = np.where(np.arange(4) < min(count, 4), source[1, thread, 8:12], 0)
-        np.testing.assert_array_equal(out[1, thread], expected, err_msg=f"8 and 4 bytes, {count} from the source")
+        np.testing.assert_array_equal(
+            out[1, thread], expected, err_msg=f"8 and 4 bytes, {count} from the source"
+        )
     np.testing.assert_array_equal(out[2:], source[2:])
 
 

@@ -1,4 +1,4 @@
-"""The headers as text: both sides declare the same functions, each has a test kernel, and each compiles where it says."""
+"""The headers as text: both sides define the same functions, each has a test kernel and compiles where it says."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_wgmma_headers_are_what_the_script_writes() -> None:
 @pytest.mark.parametrize("header", HEADERS)
 def test_both_sides_define_the_same_functions(header: str) -> None:
     simulated = SIMULATED / header
-    if not simulated.exists():   # no instruction in it: the simulated device reads the same file
+    if not simulated.exists():  # no instruction in it: the simulated device reads the same file
         assert not functions(DEVICE / header)
         return
     assert functions(DEVICE / header) == functions(simulated)
@@ -52,7 +52,9 @@ def test_every_function_has_a_test_kernel() -> None:
     called = set(re.findall(r"ptx::(\w+)", text))
     missing = {name for header in HEADERS for name in functions(DEVICE / header)} - called
     # composed of tested ones
-    assert missing <= {"mbarrier_wait_parity", "cluster_sync"}, f"no kernel of tests/ptx/kernels calls {missing}"
+    assert missing <= {"mbarrier_wait_parity", "cluster_sync"}, (
+        f"no kernel of tests/ptx/kernels calls {missing}"
+    )
 
 
 def compile_kernel(file: str, entry: str, arch: str, **constants: int | dtypes.DType) -> compiler.Compiled:
@@ -73,7 +75,7 @@ BUILDS = [
     ("mbarrier.cu", "phases", FROM_SM_90, {}),
     ("bulk.cu", "bulk_copies", FROM_SM_90, {}),
     ("tma.cu", "tile_copy", FROM_SM_90, {}),
-    ("cluster.cu", "clusters", FROM_SM_90[:2], {"kBlocks": 2}),   # ptxas advises against multicast on sm_120
+    ("cluster.cu", "clusters", FROM_SM_90[:2], {"kBlocks": 2}),  # ptxas advises against multicast on sm_120
     ("control.cu", "control", FROM_SM_90, {}),
     ("wgmma.cu", "products", ("sm_90a",), {"kN": 128, "Element": dtypes.from_name("bf16")}),
     ("wgmma.cu", "products", ("sm_90a",), {"kN": 32, "Element": dtypes.from_name("e4m3")}),
@@ -83,14 +85,19 @@ BUILDS = [
 @pytest.mark.parametrize(
     ("file", "entry", "arch", "constants"),
     [
-        pytest.param(file, entry, arch, constants, id="-".join([file, arch, *(str(v) for v in constants.values())]))
+        pytest.param(
+            file, entry, arch, constants, id="-".join([file, arch, *(str(v) for v in constants.values())])
+        )
         for file, entry, archs, constants in BUILDS
         for arch in archs
     ],
 )
-def test_kernels_compile_without_complaint(file: str, entry: str, arch: str, constants: dict[str, int]) -> None:
+def test_kernels_compile_without_complaint(
+    file: str, entry: str, arch: str, constants: dict[str, int]
+) -> None:
     report = compile_kernel(file, entry, arch, **constants).report
-    assert not report.messages, report.messages   # C7508 ignored setmaxnreg, C7510 serialised wgmma, C7517 repaired wgmma
+    # C7508: setmaxnreg ignored, C7510: wgmma serialised, C7517 and C7519: a missing wait or fence repaired
+    assert not report.messages, report.messages
     assert not report.warnings, report.warnings
     assert all(kernel.spill_store_bytes == 0 for kernel in report.kernels)
 
@@ -103,7 +110,13 @@ def test_kernels_compile_without_complaint(file: str, entry: str, arch: str, con
         ("matrices.cu", "matrices", "sm_89", {}, "stmatrix needs sm_90"),
         ("tma.cu", "tile_copy", "sm_89", {}, "tensor copies need sm_90"),
         ("cluster.cu", "clusters", "sm_80", {"kBlocks": 2}, "clusters need sm_90"),
-        ("wgmma.cu", "products", "sm_100a", {"kN": 8, "Element": dtypes.from_name("bf16")}, "wgmma needs sm_90a"),
+        (
+            "wgmma.cu",
+            "products",
+            "sm_100a",
+            {"kN": 8, "Element": dtypes.from_name("bf16")},
+            "wgmma needs sm_90a",
+        ),
     ],
 )
 def test_older_architectures_are_refused_by_name(file, entry, arch, constants, words) -> None:

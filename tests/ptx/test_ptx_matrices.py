@@ -39,7 +39,8 @@ def test_ldmatrix(case) -> None:
         for i in range(count):
             matrix = memory[row_of_lane[8 * i : 8 * i + 8]]
             actual = np.ascontiguousarray(loaded[form, :, i]).view(np.uint16).reshape(32, 2)
-            np.testing.assert_array_equal(actual, fragment(matrix, transpose), err_msg=f"x{count} transpose={transpose} matrix {i}")
+            form_name = f"x{count} transpose={transpose} matrix {i}"
+            np.testing.assert_array_equal(actual, fragment(matrix, transpose), err_msg=form_name)
 
 
 def test_stmatrix(case) -> None:
@@ -49,7 +50,9 @@ def test_stmatrix(case) -> None:
         for i in range(count):
             matrix = registers[:, i].reshape(8, 8)
             expected[row_of_lane[8 * i : 8 * i + 8]] = matrix.T if transpose else matrix
-        np.testing.assert_array_equal(stored[form].view(np.uint16), expected, err_msg=f"x{count} transpose={transpose}")
+        np.testing.assert_array_equal(
+            stored[form].view(np.uint16), expected, err_msg=f"x{count} transpose={transpose}"
+        )
 
 
 def test_movmatrix(case) -> None:

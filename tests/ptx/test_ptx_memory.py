@@ -19,5 +19,5 @@ def test_accesses(device) -> None:
     assert seen[1] == 32 * 3
     assert seen[2] == 0x5678
     assert seen[3] == 0x1234
-    assert sorted(seen[4:36]) == list(range(32))   # each atomic saw another old value
+    assert sorted(seen[4:36]) == list(range(32))  # each atomic saw another old value
     assert seen[36] == 32

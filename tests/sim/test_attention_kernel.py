@@ -29,7 +29,7 @@ def attend(key_tiles: int, blocks: int = 1) -> float:
 
 
 def test_attention() -> None:
-    assert attend(5, 2) < 2e-3   # probabilities are rounded to bf16
+    assert attend(5, 2) < 2e-3  # probabilities are rounded to bf16
 
 
 def test_attention_under_every_check() -> None:

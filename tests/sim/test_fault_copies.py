@@ -46,13 +46,19 @@ def doubled(fault: int) -> None:
 ADVERSARIAL = {"adversarial": True, "hazards": True}
 RACES = {"races": True}
 FAULTS = [
-    pytest.param(sync_gemm, 1, ADVERSARIAL, "ldmatrix reads shared .* the target of a copy in flight", id="no-cp_async-wait"),
+    pytest.param(
+        sync_gemm, 1, ADVERSARIAL, "ldmatrix reads .* the target of a copy in flight", id="no-cp_async-wait"
+    ),
     pytest.param(sync_gemm, 1, RACES, "ldmatrix reads", id="no-cp_async-wait-race"),
     pytest.param(sync_gemm, 2, RACES, "ldmatrix reads", id="no-barrier-before-ldmatrix"),
     pytest.param(stored_gemm, 3, RACES, "without a fence.proxy.async", id="no-proxy-fence-before-wgmma"),
     pytest.param(doubled, 3, RACES, "without a fence.proxy.async", id="no-proxy-fence-before-store"),
-    pytest.param(stored_gemm, 4, ADVERSARIAL, "written while a wgmma on them is in flight", id="accumulators-touched"),
-    pytest.param(doubled, 5, ADVERSARIAL, "was overwritten before bulk_wait_group_read", id="store-source-overwritten"),
+    pytest.param(
+        stored_gemm, 4, ADVERSARIAL, "written while a wgmma on them is in flight", id="accumulators-touched"
+    ),
+    pytest.param(
+        doubled, 5, ADVERSARIAL, "was overwritten before bulk_wait_group_read", id="store-source-overwritten"
+    ),
     pytest.param(stored_gemm, 6, {}, "127 of 128", id="deadlocked-named-barrier"),
     pytest.param(doubled, 7, {}, "used before mbarrier.init", id="mbarrier-not-initialised"),
     pytest.param(doubled, 8, ADVERSARIAL, "more arrivals than its count", id="over-arrival"),
@@ -60,9 +66,15 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("run", "fault", "checks", "words"), FAULTS)
-def test_fault_is_reported(run: Callable[[int], None], fault: int, checks: dict[str, bool], words: str) -> None:
+def test_fault_is_reported(
+    run: Callable[[int], None], fault: int, checks: dict[str, bool], words: str
+) -> None:
     for seed in range(5):
-        with cki.device("sim"), sim.checks(**checks, seed=seed), pytest.raises(SimulationError, match=words) as raised:
+        with (
+            cki.device("sim"),
+            sim.checks(**checks, seed=seed),
+            pytest.raises(SimulationError, match=words) as raised,
+        ):
             run(fault)
         assert "small_faults.cu:" in str(raised.value)
 
@@ -70,5 +82,8 @@ def test_fault_is_reported(run: Callable[[int], None], fault: int, checks: dict[
 @pytest.mark.parametrize("run", [sync_gemm, stored_gemm, doubled])
 def test_sound_kernel_gives_no_report(run: Callable[[int], None]) -> None:
     for seed in range(100):
-        with cki.device("sim"), sim.checks(adversarial=True, hazards=True, races=True, bounds=seed % 2 == 1, seed=seed):
+        with (
+            cki.device("sim"),
+            sim.checks(adversarial=True, hazards=True, races=True, bounds=seed % 2 == 1, seed=seed),
+        ):
             run(0)

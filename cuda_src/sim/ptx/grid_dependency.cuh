@@ -1,4 +1,5 @@
-// Simulated ptx/grid_dependency.cuh: launches of the simulated device run one after the other, so every earlier grid is complete.
+// Simulated ptx/grid_dependency.cuh: launches of the simulated device run one after the other, so every earlier grid
+// is complete.
 #pragma once
 
 namespace cki::ptx {

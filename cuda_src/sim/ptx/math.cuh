@@ -1,5 +1,6 @@
-// Simulated ptx/math.cuh: correctly rounded or nearly so, within the error that the PTX manual states for the hardware's
-// approximations, but not its bits. Subnormal inputs and results of .ftz forms become zeros of the same sign.
+// Simulated ptx/math.cuh: correctly rounded or nearly so, within the error that the PTX manual states for the
+// hardware's approximations, but not its bits. Subnormal inputs and results of .ftz forms become zeros of the same
+// sign.
 #pragma once
 
 #include <cmath>

@@ -25,7 +25,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, u32 byte
   cki_sim_mbarrier_arrive(barrier, bytes);
 }
 
-__device__ __forceinline__ void mbarrier_expect_tx(u64* barrier, u32 bytes) { cki_sim_mbarrier_expect_tx(barrier, bytes); }
+__device__ __forceinline__ void mbarrier_expect_tx(u64* barrier, u32 bytes) {
+  cki_sim_mbarrier_expect_tx(barrier, bytes);
+}
 
 __device__ __forceinline__ void mbarrier_arrive_cluster(u64* local, u32 cta_rank) {
   cki_sim_mbarrier_arrive_cluster(local, cta_rank);

@@ -1,5 +1,5 @@
-// Simulated ptx/memory.cuh: plain accesses, with the alignment that the hardware demands; flags and counters are atomics of
-// the host. Each load of a flag lets the other threads run first, so that polling loops end.
+// Simulated ptx/memory.cuh: plain accesses, with the alignment that the hardware demands; flags and counters are
+// atomics of the host. Each load of a flag lets the other threads run first, so that polling loops end.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,6 @@ __device__ __forceinline__ void store(void* p, T v) {
 }
 
 }  // namespace detail
-
 
 __device__ __forceinline__ uint4 load_global_nc_16(const void* p) { return detail::load<uint4>(p); }
 __device__ __forceinline__ uint2 load_global_nc_8(const void* p) { return detail::load<uint2>(p); }

@@ -6,7 +6,8 @@
 #include "ptx/cache_policy.cuh"
 
 extern "C" {
-void cki_sim_tma_load(void* shared, const void* map, void* barrier, int rank, const int* coordinates, unsigned cta_mask);
+void cki_sim_tma_load(void* shared, const void* map, void* barrier, int rank, const int* coordinates,
+                      unsigned cta_mask);
 void cki_sim_tma_store(const void* map, const void* shared, int rank, const int* coordinates, int add);
 void cki_sim_prefetch_tensormap(const void* map);
 }

@@ -32,7 +32,8 @@ template <int N, typename Element, Major MajorA, Major MajorB>
 constexpr void check_wgmma() {
   static_assert(N % 8 == 0 && N >= 8 && N <= 256, "N is a multiple of 8 up to 256");
   static_assert(kWgmmaType<Element> >= 0, "wgmma takes f16, bf16 or e4m3");
-  static_assert(kWgmmaType<Element> != 2 || (MajorA == Major::k && MajorB == Major::k), "e4m3 operands are K-major only");
+  static_assert(kWgmmaType<Element> != 2 || (MajorA == Major::k && MajorB == Major::k),
+                "e4m3 operands are K-major only");
 }
 
 }  // namespace detail

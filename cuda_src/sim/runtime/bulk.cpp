@@ -1,8 +1,8 @@
 // cp.async.bulk: asynchronous copies of contiguous bytes, and what the tensor copies share with them.
 //
-// Plain mode copies at issue. In adversarial mode a load fills its target with all-one bits and lands later: when nothing else
-// can run, or at random. A store reads its source when the thread waits for that (or later), and writes when it waits for the
-// whole group. A source that has changed between issue and read is reported at the store.
+// Plain mode copies at issue. In adversarial mode a load fills its target with all-one bits and lands later: when
+// nothing else can run, or at random. A store reads its source when the thread waits for that (or later), and writes
+// when it waits for the whole group. A source that has changed between issue and read is reported at the store.
 #include "bulk.h"
 
 #include <cstring>
@@ -25,10 +25,10 @@ namespace {
 struct Store {
   SharedPlace source;
   u32 bytes;
-  std::vector<u8> issued;      // the source as it was at issue
+  std::vector<u8> issued;   // the source as it was at issue
   std::function<void(const u8*, u32)> move;
   CallSite site;
-  Epoch epoch;                 // of the read, for race detection
+  Epoch epoch;   // of the read, for race detection
   bool read = false, written = false;
 
   u32 address() const { return source.offset + kSharedBase; }
@@ -38,7 +38,8 @@ struct Store {
     read = true;
     source.block->in_flight.remove_read(source.offset, bytes);
     if (std::memcmp(issued.data(), source.pointer, bytes) != 0) {
-      hazard(site, "the source of this bulk store, shared 0x%x, was overwritten before bulk_wait_group_read", address());
+      hazard(site, "the source of this bulk store, shared 0x%x, was overwritten before bulk_wait_group_read",
+             address());
       std::memcpy(issued.data(), source.pointer, bytes);
     }
   }
@@ -85,9 +86,7 @@ struct Target {
   Epoch epoch;
 };
 
-u64 race_key(const SharedPlace& barrier) {
-  return u64{2} << 40 | u64{barrier.block->rank} << 24 | barrier.offset;
-}
+u64 race_key(const SharedPlace& barrier) { return u64{2} << 40 | u64{barrier.block->rank} << 24 | barrier.offset; }
 
 void check_target(const SharedPlace& place, u32 bytes, CallSite site) {
   const i64 written = place.block->in_flight.find_write(place.offset, bytes);
@@ -119,7 +118,8 @@ std::vector<Target> targets_of(const BulkLoad& load, CallSite site) {
     if (!(load.cta_mask >> rank & 1)) continue;
     const bool own = rank == block.view.rank_in_cluster;
     targets.push_back({shared_place(own ? address : map_to_rank(address, rank, site), load.footprint, site),
-                       shared_place(own ? barrier : map_to_rank(barrier, rank, site), 8, site), {}});
+                       shared_place(own ? barrier : map_to_rank(barrier, rank, site), 8, site),
+                       {}});
   }
   return targets;
 }
@@ -197,7 +197,8 @@ void issue_bulk_store(const BulkStore& store, CallSite site) {
   const SharedPlace source = shared_place(address, store.bytes, site);
   const i64 written = source.block->in_flight.find_write(source.offset, store.bytes);
   if (written >= 0) {
-    hazard(site, "this bulk store reads shared 0x%x, the target of a copy in flight", static_cast<u32>(written) + kSharedBase);
+    hazard(site, "this bulk store reads shared 0x%x, the target of a copy in flight",
+           static_cast<u32>(written) + kSharedBase);
   }
   Epoch epoch;
   if (RaceDetector* races = detector()) {
@@ -232,7 +233,8 @@ extern "C" void cki_sim_bulk_store(void* global, const void* shared, unsigned by
   CallSite site = CKI_SIM_CALL_SITE;
   check_bulk_arguments(global, bytes, site);
   check_global(global, bytes, true, site);
-  issue_bulk_store({shared, bytes, 16, [global, bytes](const u8* data, u32) { std::memcpy(global, data, bytes); }}, site);
+  issue_bulk_store({shared, bytes, 16, [global, bytes](const u8* data, u32) { std::memcpy(global, data, bytes); }},
+                   site);
 }
 
 extern "C" void cki_sim_bulk_reduce_add_f32(void* global, const void* shared, unsigned bytes) {
@@ -241,7 +243,8 @@ extern "C" void cki_sim_bulk_reduce_add_f32(void* global, const void* shared, un
   check_global(global, bytes, true, site);
   issue_bulk_store({shared, bytes, 16,
                     [global, bytes](const u8* data, u32) {
-                      for (u32 i = 0; i < bytes; i += 4) add_to_global(TensorType::F32, static_cast<u8*>(global) + i, data + i);
+                      for (u32 i = 0; i < bytes; i += 4)
+                        add_to_global(TensorType::F32, static_cast<u8*>(global) + i, data + i);
                     }},
                    site);
 }

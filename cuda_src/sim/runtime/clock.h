@@ -1,4 +1,5 @@
-// Arithmetic on vector clocks, given as arrays of n times. The loops have no early end, so that they become vector instructions.
+// Arithmetic on vector clocks, given as arrays of n times. The loops have no early end, so that they become vector
+// instructions.
 #pragma once
 #include <algorithm>
 

@@ -1,8 +1,9 @@
 // cp.async: 4, 8 or 16 bytes from global to shared memory, complete by groups of the issuing thread.
 //
-// Plain mode copies at issue. Adversarial mode fills the target with all-one bits at issue (a NaN in every format) and copies
-// when the thread waits for the group: the last moment that the rules allow. Race detection treats the copy as a writer
-// of its own from issue to wait, so that a reader who did not wait is reported; after the wait it is a write by the thread.
+// Plain mode copies at issue. Adversarial mode fills the target with all-one bits at issue (a NaN in every format)
+// and copies when the thread waits for the group: the last moment that the rules allow. Race detection treats the
+// copy as a writer of its own from issue to wait, so that a reader who did not wait is reported; after the wait it is
+// a write by the thread.
 #include <cstring>
 #include <deque>
 #include <vector>
@@ -22,18 +23,19 @@ struct Copy {
   const u8* source;
   u32 bytes;
   u32 source_bytes;   // the rest is zero
-  bool landed;        // in memory, though no wait has told the thread so yet
+  bool landed;   // in memory, though no wait has told the thread so yet
   CallSite site;
 };
 
-// Copies in order of issue. The first groups[0] of them form the oldest group, and so on; those behind all groups are open.
+// Copies in order of issue. The first groups[0] of them form the oldest group, and so on; those behind all groups are
+// open.
 struct ThreadCopies {
   std::deque<Copy> copies;
   std::deque<u32> groups;
   u32 committed = 0;
-  u64 finished = 0;                // copies that have left the front of the queue
-  Epoch open_epoch;                // of the open group; time 0 while it is empty
-  std::deque<Epoch> epochs;        // of the committed groups
+  u64 finished = 0;   // copies that have left the front of the queue
+  Epoch open_epoch;   // of the open group; time 0 while it is empty
+  std::deque<Epoch> epochs;   // of the committed groups
 };
 
 struct CpAsyncState : EngineState {
@@ -57,7 +59,8 @@ void land(Copy& copy) {
   if (copy.landed) return;
   copy.landed = true;
   if (copy.source_bytes) std::memcpy(copy.target.pointer, copy.source, copy.source_bytes);
-  if (copy.bytes > copy.source_bytes) std::memset(copy.target.pointer + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
+  if (copy.bytes > copy.source_bytes)
+    std::memset(copy.target.pointer + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
 }
 
 void land_in_flight(Copy& copy) {
@@ -75,10 +78,12 @@ void check_target(const Copy& copy) {
   const InFlight& in_flight = copy.target.block->in_flight;
   // A granule of the map has 16 bytes: smaller copies may share one without touching each other.
   if (copy.bytes == 16 && in_flight.find_write(copy.target.offset, 16) >= 0) {
-    hazard(copy.site, "cp.async writes shared 0x%x, the target of another copy in flight", copy.target.offset + kSharedBase);
+    hazard(copy.site, "cp.async writes shared 0x%x, the target of another copy in flight",
+           copy.target.offset + kSharedBase);
   }
   if (in_flight.find_read(copy.target.offset, copy.bytes) >= 0) {
-    hazard(copy.site, "cp.async writes shared 0x%x, which an operation in flight still reads", copy.target.offset + kSharedBase);
+    hazard(copy.site, "cp.async writes shared 0x%x, which an operation in flight still reads",
+           copy.target.offset + kSharedBase);
   }
 }
 
@@ -112,18 +117,24 @@ extern "C" void cki_sim_cp_async(void* shared, const void* global, int bytes, in
   CallSite site = CKI_SIM_CALL_SITE;
   Thread& thread = current_thread();
   Block& block = *thread.block;
-  if (!block.window.contains(shared)) fatal(site, "cp.async: %p is not an address of this block's shared memory", shared);
+  if (!block.window.contains(shared))
+    fatal(site, "cp.async: %p is not an address of this block's shared memory", shared);
   const u32 size = static_cast<u32>(bytes), offset = block.window.offset(shared);
   if (!block.window.valid(offset, size)) shared_place(offset + kSharedBase, size, site);   // reports it
   if (source_bytes < 0 || source_bytes > bytes) {
     fatal(site, "cp.async: a source of %d bytes for a copy of %d", source_bytes, bytes);
   }
   if (offset % size || reinterpret_cast<std::uintptr_t>(global) % size) {
-    fatal(site, "cp.async of %d bytes: shared 0x%x and global %p must be multiples of it", bytes, offset + kSharedBase, global);
+    fatal(site, "cp.async of %d bytes: shared 0x%x and global %p must be multiples of it", bytes, offset + kSharedBase,
+          global);
   }
   if (source_bytes) check_global(global, static_cast<u32>(source_bytes), false, site);
-  Copy copy{{&block, offset, static_cast<u8*>(shared)}, static_cast<const u8*>(global), size, static_cast<u32>(source_bytes),
-            false, site};
+  Copy copy{{&block, offset, static_cast<u8*>(shared)},
+            static_cast<const u8*>(global),
+            size,
+            static_cast<u32>(source_bytes),
+            false,
+            site};
   if (!deferred(*block.group)) return land(copy);
   check_target(copy);
   ThreadCopies& mine = engine.of(block).of_thread[thread.index()];

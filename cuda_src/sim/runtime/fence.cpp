@@ -12,8 +12,8 @@ namespace {
 void check_equal(Thread& last, WarpOperation& operation) {
   for (u32 lane = 0; lane < kWarpSize; ++lane) {
     if (operation.mask >> lane & 1 && operation.argument[lane] != operation.argument[last.lane()]) {
-      fatal(operation.site, "setmaxnreg: the lanes of a warp name different counts, %u and %u", operation.argument[lane],
-            operation.argument[last.lane()]);
+      fatal(operation.site, "setmaxnreg: the lanes of a warp name different counts, %u and %u",
+            operation.argument[lane], operation.argument[last.lane()]);
     }
   }
 }

@@ -80,7 +80,8 @@ void transpose_matrix(Thread&, WarpOperation& operation) {
   }
   for (u32 lane = 0; lane < kWarpSize; ++lane) {
     const u32 row = lane % 4 * 2, column = lane / 4;
-    *static_cast<u32*>(operation.pointer[lane]) = element[row][column] | static_cast<u32>(element[row + 1][column]) << 16;
+    *static_cast<u32*>(operation.pointer[lane]) = element[row][column] | static_cast<u32>(element[row + 1][column])
+                                                                             << 16;
   }
 }
 
@@ -96,11 +97,14 @@ extern "C" void cki_sim_ldmatrix(unsigned* registers, int matrices, int transpos
     if (block.in_flight.find_write(offset, kRowBytes) >= 0) {
       hazard(site, "ldmatrix reads shared 0x%x, the target of a copy in flight", offset + kSharedBase);
     }
-    // Each lane reads its own row here, and the last lane all rows: whoever overwrites a row must be ordered after both.
-    if (RaceDetector* races = detector()) races->read(place_of(block, arguments.row), kRowBytes, site, "ldmatrix reads");
+    // Each lane reads its own row here, and the last lane all rows: whoever overwrites a row must be ordered after
+    // both.
+    if (RaceDetector* races = detector())
+      races->read(place_of(block, arguments.row), kRowBytes, site, "ldmatrix reads");
   }
   const u32 shape = static_cast<u32>(matrices) | static_cast<u32>(transpose) << 3;
-  warp_rendezvous(site, kLdmatrix + static_cast<int>(shape), "ldmatrix", kFullWarp, 0, shape, &arguments, load_matrices);
+  warp_rendezvous(site, kLdmatrix + static_cast<int>(shape), "ldmatrix", kFullWarp, 0, shape, &arguments,
+                  load_matrices);
 }
 
 extern "C" void cki_sim_stmatrix(void* row_pointer, int matrices, int transpose, const unsigned* registers) {
@@ -119,7 +123,8 @@ extern "C" void cki_sim_stmatrix(void* row_pointer, int matrices, int transpose,
     }
   }
   const u32 shape = static_cast<u32>(matrices) | static_cast<u32>(transpose) << 3;
-  warp_rendezvous(site, kStmatrix + static_cast<int>(shape), "stmatrix", kFullWarp, 0, shape, &arguments, store_matrices);
+  warp_rendezvous(site, kStmatrix + static_cast<int>(shape), "stmatrix", kFullWarp, 0, shape, &arguments,
+                  store_matrices);
 }
 
 extern "C" unsigned cki_sim_movmatrix_trans(unsigned a) {

@@ -19,10 +19,11 @@ inline Float8 load8(const float* p) {
 
 inline void store8(float* p, Float8 v) { std::memcpy(p, &v, sizeof v); }
 
-// d[Rows][8*Vectors] += a[Rows][k_count] b[k_count][8*Vectors], with element (r, k) of A at a[r*a_row + k*a_k], row k of B at
-// b + k*b_row, row r of D at d + r*d_row.
+// d[Rows][8*Vectors] += a[Rows][k_count] b[k_count][8*Vectors], with element (r, k) of A at a[r*a_row + k*a_k], row k
+// of B at b + k*b_row, row r of D at d + r*d_row.
 template <u32 Rows, u32 Vectors>
-inline void multiply_block(const float* a, u32 a_row, u32 a_k, const float* b, u32 b_row, float* d, u32 d_row, u32 k_count) {
+inline void multiply_block(const float* a, u32 a_row, u32 a_k, const float* b, u32 b_row, float* d, u32 d_row,
+                           u32 k_count) {
   Float8 sum[Rows][Vectors];
   for (u32 r = 0; r < Rows; ++r) {
     for (u32 v = 0; v < Vectors; ++v) sum[r][v] = load8(d + r * d_row + 8 * v);

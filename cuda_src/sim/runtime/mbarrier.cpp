@@ -1,8 +1,9 @@
 // mbarriers: phases, arrivals and transaction counts.
 //
-// The state lies in the barrier's own 64-bit word in shared memory, as on the hardware, and a second time here: a use before
-// mbarrier.init, or after the word was overwritten, is found by comparing the two. A wait blocks the fiber until the phase
-// completes and then looks again, so that a waiter that is lapped by two phases sleeps on, as it may on the hardware.
+// The state lies in the barrier's own 64-bit word in shared memory, as on the hardware, and a second time here: a use
+// before mbarrier.init, or after the word was overwritten, is found by comparing the two. A wait blocks the fiber
+// until the phase completes and then looks again, so that a waiter that is lapped by two phases sleeps on, as it may
+// on the hardware.
 #include "mbarrier.h"
 
 #include <cstring>
@@ -22,18 +23,18 @@ struct Word {
   u64 phase : 1;
   u64 expected : 20;
   u64 pending : 20;   // arrivals missing in this phase
-  i64 tx : 21;        // bytes outstanding; negative when more have landed than were announced
+  i64 tx : 21;   // bytes outstanding; negative when more have landed than were announced
   u64 magic : 2;
 };
 static_assert(sizeof(Word) == 8);
 
 struct Barrier {
   Word word{};
-  u32 copies = 0;                   // issued and not landed
-  CallSite last_tx = nullptr;       // who last changed the byte count
+  u32 copies = 0;   // issued and not landed
+  CallSite last_tx = nullptr;   // who last changed the byte count
   std::vector<Thread*> waiting;
-  Clock arrived;                    // race detection: what the arrivals of all phases so far released
-  Clock completed;                  // the same at the end of the last complete phase
+  Clock arrived;   // race detection: what the arrivals of all phases so far released
+  Clock completed;   // the same at the end of the last complete phase
 };
 
 struct MbarrierState : EngineState {
@@ -89,7 +90,8 @@ void complete_phase_if_due(const SharedPlace& place, Barrier& barrier, CallSite 
   if (barrier.word.pending == 0 && barrier.word.tx == 0) {
     if (barrier.copies) {
       hazard(site,
-             "a phase of mbarrier shared 0x%x completes while %u copies that complete on it are in flight: expect_tx names "
+             "a phase of mbarrier shared 0x%x completes while %u copies that complete on it are in flight: expect_tx "
+             "names "
              "too few bytes",
              place.offset + kSharedBase, barrier.copies);
     }
@@ -106,8 +108,8 @@ void complete_phase_if_due(const SharedPlace& place, Barrier& barrier, CallSite 
 void change_tx(const SharedPlace& place, Barrier& barrier, i64 bytes, CallSite site) {
   const i64 tx = barrier.word.tx + bytes;
   if (tx > kMaxCount || tx < -i64{kMaxCount}) {
-    fatal(site, "mbarrier at shared 0x%x: a transaction count of %lld is out of range (+-%u)", place.offset + kSharedBase,
-          static_cast<long long>(tx), kMaxCount);
+    fatal(site, "mbarrier at shared 0x%x: a transaction count of %lld is out of range (+-%u)",
+          place.offset + kSharedBase, static_cast<long long>(tx), kMaxCount);
   }
   barrier.word.tx = tx;
   barrier.last_tx = site;
@@ -188,7 +190,8 @@ void mbarrier_arrive_async(const SharedPlace& place, Epoch epoch, CallSite site)
 extern "C" void cki_sim_mbarrier_init(void* pointer, unsigned count) {
   CallSite site = CKI_SIM_CALL_SITE;
   const SharedPlace place = aligned_place(pointer, site);
-  if (count < 1 || count > kMaxCount) fatal(site, "mbarrier.init: a count of %u is out of range (1..%u)", count, kMaxCount);
+  if (count < 1 || count > kMaxCount)
+    fatal(site, "mbarrier.init: a count of %u is out of range (1..%u)", count, kMaxCount);
   Barrier& barrier = engine.of(*place.block).barriers[place.offset];
   if (barrier.word.magic == kMagic) {
     hazard(site, "mbarrier.init of shared 0x%x, which is a live mbarrier: mbarrier.inval comes first",
@@ -206,8 +209,8 @@ extern "C" void cki_sim_mbarrier_invalidate(void* pointer) {
   const SharedPlace place = aligned_place(pointer, site);
   const Barrier& barrier = find(place, site);
   if (barrier.copies || !barrier.waiting.empty()) {
-    fatal(site, "mbarrier.inval of shared 0x%x while %u copies complete on it and %zu threads wait", place.offset + kSharedBase,
-          barrier.copies, barrier.waiting.size());
+    fatal(site, "mbarrier.inval of shared 0x%x while %u copies complete on it and %zu threads wait",
+          place.offset + kSharedBase, barrier.copies, barrier.waiting.size());
   }
   if (RaceDetector* races = detector()) races->write(place, 8, site, "mbarrier.inval of");
   engine.of(*place.block).barriers.erase(place.offset);

@@ -5,5 +5,6 @@
 using namespace cki::sim;
 
 extern "C" [[noreturn]] void cki_sim_misaligned(const void* pointer, int bytes) {
-  fatal(CKI_SIM_CALL_SITE, "misaligned address %p: an access of %d bytes needs a multiple of %d", pointer, bytes, bytes);
+  fatal(CKI_SIM_CALL_SITE, "misaligned address %p: an access of %d bytes needs a multiple of %d", pointer, bytes,
+        bytes);
 }

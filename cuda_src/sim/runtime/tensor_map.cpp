@@ -63,7 +63,8 @@ void check_coordinates(const TensorMapFields& map, const i32* coordinates, bool 
           coordinates[0], map.element_bytes);
   }
   for (u32 i = 0; store && i < map.rank; ++i) {
-    if (coordinates[i] < 0) fatal(site, "tensor store at coordinate %d of dimension %u: stores take none below 0", coordinates[i], i);
+    if (coordinates[i] < 0)
+      fatal(site, "tensor store at coordinate %d of dimension %u: stores take none below 0", coordinates[i], i);
   }
 }
 
@@ -78,7 +79,8 @@ TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row, bo
   const i64 size = map.element_bytes, first = coordinates[0] * size;
   i64 extent = (i64{map.last_index[0]} + 1) * size;
   if (store) extent = (extent + 15) / 16 * 16;
-  const i64 begin = std::clamp<i64>(-first, 0, map.row_bytes()), end = std::clamp<i64>(extent - first, 0, map.row_bytes());
+  const i64 begin = std::clamp<i64>(-first, 0, map.row_bytes()),
+            end = std::clamp<i64>(extent - first, 0, map.row_bytes());
   if (begin >= end) return {nullptr, 0, 0};
   return {map.base + offset + first + begin, static_cast<u32>(begin), static_cast<u32>(end)};
 }
@@ -94,7 +96,8 @@ extern "C" int cki_sim_tensor_map_encode_tiled(void* map, int data_type, unsigne
   complaints.unless(reinterpret_cast<std::uintptr_t>(map) % 64 == 0, "map: %p is not a multiple of 64", map);
   complaints.unless(type_known, "data_type %d: the simulated device has 0..%d", data_type, kPlainTypes - 1);
   complaints.unless(rank >= 1 && rank <= kMaxTensorRank, "rank %u: must be 1..5", rank);
-  complaints.unless(reinterpret_cast<std::uintptr_t>(address) % 16 == 0, "address %p: must be a multiple of 16", address);
+  complaints.unless(reinterpret_cast<std::uintptr_t>(address) % 16 == 0, "address %p: must be a multiple of 16",
+                    address);
   complaints.unless(interleave == 0, "interleave %d: the simulated device has none (0)", interleave);
   complaints.unless(swizzle >= 0 && swizzle <= 3, "swizzle %d: must be none, 32, 64 or 128 bytes (0..3)", swizzle);
   complaints.unless(oob_fill == 0 || (oob_fill == 1 && is_float(data_type)), "oob_fill %d: 0, or 1 for floating types",

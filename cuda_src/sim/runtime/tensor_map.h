@@ -36,15 +36,16 @@ struct TileRow {
   u32 begin, end;         // the bytes of the row that lie inside
 };
 
-// Row `row` of the box at `coordinates`. Loads are clipped to the element; stores write whole units of 16 bytes, that is, up to
-// 15 bytes behind the innermost extent (seen on an H200).
+// Row `row` of the box at `coordinates`. Loads are clipped to the element; stores write whole units of 16 bytes, that
+// is, up to 15 bytes behind the innermost extent (seen on an H200).
 TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row, bool store);
 
-// Coordinates that the hardware refuses as an illegal instruction: an innermost one that is no multiple of 16 bytes, and a
-// negative one of a store.
+// Coordinates that the hardware refuses as an illegal instruction: an innermost one that is no multiple of 16 bytes,
+// and a negative one of a store.
 void check_coordinates(const TensorMapFields& map, const i32* coordinates, bool store, CallSite site);
 
-// Where byte `offset` of the tile lies, for a tile at shared address `tile`: the swizzle permutes 16-byte chunks by address.
+// Where byte `offset` of the tile lies, for a tile at shared address `tile`: the swizzle permutes 16-byte chunks by
+// address.
 inline u32 swizzled(const TensorMapFields& map, u32 address) {
   switch (map.swizzle_bytes) {
     case 128: return address ^ (address >> 3 & 0x70);
@@ -57,10 +58,10 @@ inline u32 swizzled(const TensorMapFields& map, u32 address) {
 }  // namespace cki::sim
 
 extern "C" {
-// cuTensorMapEncodeTiled for the simulated device: the same arguments, by the driver's enumerations. Returns 0, or 1 with every
-// broken rule in `error`, one a line.
-int cki_sim_tensor_map_encode_tiled(void* map, int data_type, unsigned rank, void* address, const std::uint64_t* extents,
-                                    const std::uint64_t* strides, const unsigned* box, const unsigned* element_strides,
-                                    int interleave, int swizzle, int l2_promotion, int oob_fill, char* error,
-                                    unsigned error_bytes);
+// cuTensorMapEncodeTiled for the simulated device: the same arguments, by the driver's enumerations. Returns 0, or 1
+// with every broken rule in `error`, one a line.
+int cki_sim_tensor_map_encode_tiled(void* map, int data_type, unsigned rank, void* address,
+                                    const std::uint64_t* extents, const std::uint64_t* strides, const unsigned* box,
+                                    const unsigned* element_strides, int interleave, int swizzle, int l2_promotion,
+                                    int oob_fill, char* error, unsigned error_bytes);
 }

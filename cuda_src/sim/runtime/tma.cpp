@@ -1,4 +1,5 @@
-// Tiled copies through tensor maps: 1-D to 5-D loads, stores and additions, with swizzle and clipping at the tensor's edges.
+// Tiled copies through tensor maps: 1-D to 5-D loads, stores and additions, with swizzle and clipping at the tensor's
+// edges.
 #include <algorithm>
 #include <cstring>
 

@@ -1,10 +1,11 @@
 // wgmma: asynchronous products of a warpgroup.
 //
-// The products are no rendezvous: a thread deposits its part of the warpgroup's n-th product (the place of its accumulators, its
-// A registers) and goes on, and a product can run once all 128 threads have deposited. Its accumulators live as a 64xN tile
-// from the first product on them until a wait returns them to each thread. Plain mode runs a product with the last deposit;
-// adversarial mode runs it when somebody waits for it, and until then the threads' registers hold a signalling NaN: any
-// arithmetic changes its bits, so that registers touched in flight are noticed.
+// The products are no rendezvous: a thread deposits its part of the warpgroup's n-th product (the place of its
+// accumulators, its A registers) and goes on, and a product can run once all 128 threads have deposited. Its
+// accumulators live as a 64xN tile from the first product on them until a wait returns them to each thread. Plain
+// mode runs a product with the last deposit; adversarial mode runs it when somebody waits for it, and until then the
+// threads' registers hold a signalling NaN: any arithmetic changes its bits, so that registers touched in flight are
+// noticed.
 #include <algorithm>
 #include <bitset>
 #include <cstring>
@@ -22,11 +23,11 @@ using namespace cki::sim;
 namespace {
 
 struct Shape {
-  u64 a, b;                           // descriptors
+  u64 a, b;   // descriptors
   u32 columns;
   WgmmaType type;
   bool a_in_registers, a_mn_major, b_mn_major, accumulate;
-  u32 group;                          // number of commits before it
+  u32 group;   // number of commits before it
   CallSite site;
 
   bool operator==(const Shape& o) const {
@@ -41,25 +42,25 @@ struct Product {
   Accumulators* accumulators = nullptr;
   u32 deposits = 0, deposits_of_warp[kWarpgroupWarps] = {};
   u32 returns = 0;
-  std::bitset<kWarpgroupThreads> returned;     // threads whose wait has covered it
+  std::bitset<kWarpgroupThreads> returned;   // threads whose wait has covered it
   bool done = false;
-  bool reads_marked = false;          // in the map of operations in flight
-  Epoch epoch;                        // of its reads, for race detection
+  bool reads_marked = false;   // in the map of operations in flight
+  Epoch epoch;   // of its reads, for race detection
   bool b_remembered = false;
   u32 a_registers[kWarpgroupThreads][4];
 };
 
 // One thread's position in its own sequence of wgmma instructions.
 struct Issuer {
-  u32 issued = 0;                     // products
-  u32 committed = 0;                  // groups
-  bool fenced = false;                // no accumulators have come back to the thread since its last wgmma.fence
+  u32 issued = 0;   // products
+  u32 committed = 0;   // groups
+  bool fenced = false;   // no accumulators have come back to the thread since its last wgmma.fence
 };
 
 struct Warpgroup {
-  std::deque<Product*> queue;         // not yet returned to all threads, oldest first
-  u32 first = 0;                      // number of the oldest
-  std::vector<Thread*> waiting;       // for other threads' deposits
+  std::deque<Product*> queue;   // not yet returned to all threads, oldest first
+  u32 first = 0;   // number of the oldest
+  std::vector<Thread*> waiting;   // for other threads' deposits
   Issuer threads[kWarpgroupThreads];
 };
 
@@ -67,7 +68,8 @@ struct WgmmaState : EngineState {
   std::vector<Warpgroup> warpgroups;
   Pool<Product> products;
   Pool<Accumulators> accumulators;
-  std::vector<float> a = std::vector<float>(kProductRows * kMaxWgmmaK), b = std::vector<float>(kMaxProductColumns * kMaxWgmmaK);   // fp32
+  std::vector<float> a = std::vector<float>(kProductRows * kMaxWgmmaK),
+                     b = std::vector<float>(kMaxProductColumns * kMaxWgmmaK);   // fp32
 
   void block_start(Block& block) override {
     warpgroups.clear();
@@ -118,13 +120,13 @@ void for_each_operand_chunk(const Shape& shape, u32 first_row, u32 rows, Visit v
                  [&](u32 address, u32, u32) { visit(offset_of(address), true); });
 }
 
-// A warp's part of a product may start to read as soon as that warp has issued it. All four warps read B: each is checked, the
-// first is remembered.
+// A warp's part of a product may start to read as soon as that warp has issued it. All four warps read B: each is
+// checked, the first is remembered.
 void check_operands(Block& block, Product& product, u32 warp) {
   const Shape& shape = product.shape;
   RaceDetector* races = detector();
   for_each_operand_chunk(shape, warp * 16, 16, [&](u32 offset, bool of_b) {
-    if (!block.window.valid(offset, kChunkBytes)) return;    // reported when it is read
+    if (!block.window.valid(offset, kChunkBytes)) return;   // reported when it is read
     if (block.in_flight.find_write(offset, kChunkBytes) >= 0) {
       hazard(shape.site, "wgmma issued while its operand at shared 0x%x is the target of a copy in flight",
              offset + kSharedBase);
@@ -185,7 +187,8 @@ Product& append(WgmmaState& state, Warpgroup& group, const Shape& shape, u32 pos
   product->epoch = {};
   product->b_remembered = false;
   if (RaceDetector* races = detector()) {
-    product->epoch = races->begin_async(u64{4} << 40 | u64{current_block().rank} << 16 | current_thread().index() / kWarpgroupThreads);
+    product->epoch = races->begin_async(u64{4} << 40 | u64{current_block().rank} << 16 |
+                                        current_thread().index() / kWarpgroupThreads);
   }
   group.queue.push_back(product);
   return *product;
@@ -194,13 +197,16 @@ Product& append(WgmmaState& state, Warpgroup& group, const Shape& shape, u32 pos
 void check_descriptors(u64 a, u64 b, CallSite site) {
   for (u64 bits : {a, b}) {
     const u32 base_offset = MatrixDescriptor::decode(bits).base_offset;
-    if (base_offset) fatal(site, "wgmma descriptor with base offset %u: only tiles aligned to their swizzle are modelled", base_offset);
+    if (base_offset)
+      fatal(site, "wgmma descriptor with base offset %u: only tiles aligned to their swizzle are modelled",
+            base_offset);
   }
 }
 
 void check_agreement(const Product& product, const Shape& shape) {
   if (product.shape == shape) return;
-  fatal(shape.site, "wgmma: the threads of a warpgroup disagree on a product (descriptors, N, type, accumulate, group or line)");
+  fatal(shape.site,
+        "wgmma: the threads of a warpgroup disagree on a product (descriptors, N, type, accumulate, group or line)");
 }
 
 void deposit_accumulators(Product& product, Issuer& me, u32 position, float* registers, bool adversarial) {
@@ -208,21 +214,23 @@ void deposit_accumulators(Product& product, Issuer& me, u32 position, float* reg
   const Shape& shape = product.shape;
   if (accumulators.registers[position]) {
     if (accumulators.registers[position] != registers || accumulators.columns != shape.columns) {
-      fatal(shape.site, "wgmma: a product on accumulators of which others are in flight with another N or other registers");
+      fatal(shape.site,
+            "wgmma: a product on accumulators of which others are in flight with another N or other registers");
     }
     if (adversarial) check_untouched(accumulators, position, shape.site);
     return;
   }
   if (!me.fenced) {
-    hazard(shape.site, "wgmma without wgmma_fence after its accumulator registers were last accessible to ordinary code");
+    hazard(shape.site,
+           "wgmma without wgmma_fence after its accumulator registers were last accessible to ordinary code");
   }
   accumulators.registers[position] = registers;
   if (shape.accumulate) move_fragment<Direction::ToTile>(accumulators, position, registers);
   if (adversarial) poison(registers, shape.columns / 2);
 }
 
-void issue(float* d, u32 columns, WgmmaType type, u64 a, const u32* a_registers, u64 b, bool a_mn_major, bool b_mn_major,
-           bool accumulate, CallSite site) {
+void issue(float* d, u32 columns, WgmmaType type, u64 a, const u32* a_registers, u64 b, bool a_mn_major,
+           bool b_mn_major, bool accumulate, CallSite site) {
   jitter();
   Thread& thread = current_thread();
   Block& block = *thread.block;
@@ -232,17 +240,20 @@ void issue(float* d, u32 columns, WgmmaType type, u64 a, const u32* a_registers,
   const u32 position = thread.index() % kWarpgroupThreads;
   Issuer& me = group.threads[position];
   check_descriptors(a_registers ? 0 : a, b, site);
-  const Shape shape{a, b, columns, type, a_registers != nullptr, a_mn_major, b_mn_major, accumulate, me.committed, site};
+  const Shape shape{a,          b,          columns,    type,         a_registers != nullptr,
+                    a_mn_major, b_mn_major, accumulate, me.committed, site};
   const u32 index = me.issued++ - group.first;
   Product& product = index == group.queue.size() ? append(state, group, shape, position, d) : *group.queue[index];
   check_agreement(product, shape);
   if (a_registers) {
-    if (!me.fenced) hazard(site, "wgmma without wgmma_fence after its A registers were last accessible to ordinary code");
+    if (!me.fenced)
+      hazard(site, "wgmma without wgmma_fence after its A registers were last accessible to ordinary code");
     std::memcpy(product.a_registers[position], a_registers, sizeof product.a_registers[position]);
   }
   deposit_accumulators(product, me, position, d, checks.adversarial);
   const u32 warp = position / kWarpSize;
-  if (++product.deposits_of_warp[warp] == kWarpSize && (checks.adversarial || checks.races)) check_operands(block, product, warp);
+  if (++product.deposits_of_warp[warp] == kWarpSize && (checks.adversarial || checks.races))
+    check_operands(block, product, warp);
   if (++product.deposits < kWarpgroupThreads) return;
   for (Thread* waiter : group.waiting) wake(*waiter);
   group.waiting.clear();
@@ -263,7 +274,8 @@ bool complete_groups_before(Block& block, Warpgroup& group, u32 end) {
   return true;
 }
 
-// Gives this thread its accumulators of all groups before `end`, except those that a later product of its own still uses.
+// Gives this thread its accumulators of all groups before `end`, except those that a later product of its own still
+// uses.
 void return_accumulators(Warpgroup& group, Issuer& me, u32 position, u32 end, bool adversarial, CallSite site) {
   const u32 issued = me.issued - group.first;   // products of the queue to which this thread has contributed
   for (u32 i = 0; i < issued && group.queue[i]->shape.group < end; ++i) {
@@ -300,8 +312,8 @@ extern "C" void cki_sim_wgmma(float* d, int columns, int type, std::uint64_t a, 
         CKI_SIM_CALL_SITE);
 }
 
-extern "C" void cki_sim_wgmma_registers(float* d, int columns, int type, const unsigned* a, std::uint64_t b, int b_mn_major,
-                                        int accumulate) {
+extern "C" void cki_sim_wgmma_registers(float* d, int columns, int type, const unsigned* a, std::uint64_t b,
+                                        int b_mn_major, int accumulate) {
   issue(d, static_cast<u32>(columns), static_cast<WgmmaType>(type), 0, a, b, false, b_mn_major, accumulate,
         CKI_SIM_CALL_SITE);
 }

@@ -1,5 +1,6 @@
-// The accumulators of wgmma products in flight: a tile of 64xN fp32 for a warpgroup, and their way from and to the threads'
-// registers. While they are in flight, adversarial mode keeps a signalling NaN in the registers: arithmetic changes its bits.
+// The accumulators of wgmma products in flight: a tile of 64xN fp32 for a warpgroup, and their way from and to the
+// threads' registers. While they are in flight, adversarial mode keeps a signalling NaN in the registers: arithmetic
+// changes its bits.
 #pragma once
 #include <cstring>
 #include <memory>
@@ -9,13 +10,14 @@
 
 namespace cki::sim {
 
-constexpr u32 kWarpgroupThreads = 128, kWarpgroupWarps = 4, kProductRows = 64, kMaxProductColumns = 256;   // of a warpgroup and its products
+constexpr u32 kWarpgroupThreads = 128, kWarpgroupWarps = 4, kProductRows = 64,
+              kMaxProductColumns = 256;   // of a warpgroup and its products
 constexpr u32 kPoison = 0xffbfdead;
 
 struct Accumulators {
-  float* registers[kWarpgroupThreads] = {};    // of each thread that has deposited
+  float* registers[kWarpgroupThreads] = {};   // of each thread that has deposited
   u32 columns = 0;
-  u32 references = 0;                 // products in the queue that use them
+  u32 references = 0;   // products in the queue that use them
   alignas(64) float tile[kProductRows * kMaxProductColumns];
 };
 

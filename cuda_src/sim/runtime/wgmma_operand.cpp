@@ -116,9 +116,11 @@ void read_operand_a(Block& block, const MatrixDescriptor& d, WgmmaType type, boo
   const ChunkReader read{block, site};
   if (type == WgmmaType::E4m3) return read_straight<E4m3>(d, false, rows, 32, out, read);
   if (type == WgmmaType::F16) {
-    return mn_major ? read_transposed<F16>(d, true, rows, 16, out, read) : read_straight<F16>(d, false, rows, 16, out, read);
+    return mn_major ? read_transposed<F16>(d, true, rows, 16, out, read)
+                    : read_straight<F16>(d, false, rows, 16, out, read);
   }
-  return mn_major ? read_transposed<Bf16>(d, true, rows, 16, out, read) : read_straight<Bf16>(d, false, rows, 16, out, read);
+  return mn_major ? read_transposed<Bf16>(d, true, rows, 16, out, read)
+                  : read_straight<Bf16>(d, false, rows, 16, out, read);
 }
 
 void read_operand_b(Block& block, const MatrixDescriptor& d, WgmmaType type, bool mn_major, u32 rows, float* out,
@@ -126,9 +128,11 @@ void read_operand_b(Block& block, const MatrixDescriptor& d, WgmmaType type, boo
   const ChunkReader read{block, site};
   if (type == WgmmaType::E4m3) return read_transposed<E4m3>(d, false, rows, rows, out, read);
   if (type == WgmmaType::F16) {
-    return mn_major ? read_straight<F16>(d, true, rows, rows, out, read) : read_transposed<F16>(d, false, rows, rows, out, read);
+    return mn_major ? read_straight<F16>(d, true, rows, rows, out, read)
+                    : read_transposed<F16>(d, false, rows, rows, out, read);
   }
-  return mn_major ? read_straight<Bf16>(d, true, rows, rows, out, read) : read_transposed<Bf16>(d, false, rows, rows, out, read);
+  return mn_major ? read_straight<Bf16>(d, true, rows, rows, out, read)
+                  : read_transposed<Bf16>(d, false, rows, rows, out, read);
 }
 
 void read_register_a(const u32 (*registers)[4], WgmmaType type, float* out) {
@@ -146,7 +150,8 @@ void multiply_accumulate(const float* a, const float* b, float* d, u32 n, u32 k)
     for (; column + 16 <= n; column += 16) {
       multiply_block<kRows, 2>(a + row * k, k, 1, b + column, n, d + row * n + column, n, k);
     }
-    for (; column < n; column += 8) multiply_block<kRows, 1>(a + row * k, k, 1, b + column, n, d + row * n + column, n, k);
+    for (; column < n; column += 8)
+      multiply_block<kRows, 1>(a + row * k, k, 1, b + column, n, d + row * n + column, n, k);
   }
 }
 

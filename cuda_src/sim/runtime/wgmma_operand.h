@@ -1,8 +1,9 @@
 // Operands of wgmma in shared memory: what a matrix descriptor addresses, chunk by chunk.
 //
-// The walk yields chunks of 16 bytes, the unit of the swizzle. A K-major operand of R rows has two chunks a row (an instruction
-// takes 32 bytes along K); an MN-major one has R/8 chunks for each of its 16 K rows. The layouts are those of the PTX manual,
-// "Matrix Descriptor" and "Strides" of wgmma, as cuda_src/common/wgmma_descriptor.cuh explains them.
+// The walk yields chunks of 16 bytes, the unit of the swizzle. A K-major operand of R rows has two chunks a row (an
+// instruction takes 32 bytes along K); an MN-major one has R/8 chunks for each of its 16 K rows. The layouts are
+// those of the PTX manual, "Matrix Descriptor" and "Strides" of wgmma, as cuda_src/common/wgmma_descriptor.cuh
+// explains them.
 #pragma once
 #include "report.h"
 #include "types.h"
@@ -18,7 +19,9 @@ struct MatrixDescriptor {
 
   static MatrixDescriptor decode(u64 bits) {
     constexpr u32 kSpan[] = {0, 128, 64, 32};
-    const auto field = [bits](u32 shift, u32 width) { return static_cast<u32>(bits >> shift & ((u64{1} << width) - 1)); };
+    const auto field = [bits](u32 shift, u32 width) {
+      return static_cast<u32>(bits >> shift & ((u64{1} << width) - 1));
+    };
     return {field(0, 14) << 4, field(16, 14) << 4, field(32, 14) << 4, field(49, 3), kSpan[field(62, 2)]};
   }
 
@@ -47,8 +50,8 @@ struct MatrixDescriptor {
   }
 };
 
-// Calls visit(address, row, chunk) for each chunk of a K-major operand, or visit(address, k, chunk) for an MN-major one, as
-// far as it belongs to rows first_row .. first_row + rows (multiples of 8).
+// Calls visit(address, row, chunk) for each chunk of a K-major operand, or visit(address, k, chunk) for an MN-major
+// one, as far as it belongs to rows first_row .. first_row + rows (multiples of 8).
 template <class Visit>
 void for_each_chunk(const MatrixDescriptor& descriptor, bool mn_major, u32 first_row, u32 rows, Visit visit) {
   if (!mn_major) {
@@ -58,7 +61,8 @@ void for_each_chunk(const MatrixDescriptor& descriptor, bool mn_major, u32 first
     return;
   }
   for (u32 k = 0; k < 16; ++k) {
-    for (u32 chunk = first_row / 8; chunk < (first_row + rows) / 8; ++chunk) visit(descriptor.mn_major(k, chunk), k, chunk);
+    for (u32 chunk = first_row / 8; chunk < (first_row + rows) / 8; ++chunk)
+      visit(descriptor.mn_major(k, chunk), k, chunk);
   }
 }
 
@@ -68,10 +72,10 @@ constexpr u32 wgmma_k(WgmmaType type) { return type == WgmmaType::E4m3 ? 32 : 16
 struct Block;
 
 // The operand as fp32. `rows` are M or N. A is wanted row by row, [rows][K]; B column by column, [K][rows].
-void read_operand_a(Block& block, const MatrixDescriptor& descriptor, WgmmaType type, bool mn_major, u32 rows, float* out,
-                    CallSite site);
-void read_operand_b(Block& block, const MatrixDescriptor& descriptor, WgmmaType type, bool mn_major, u32 rows, float* out,
-                    CallSite site);
+void read_operand_a(Block& block, const MatrixDescriptor& descriptor, WgmmaType type, bool mn_major, u32 rows,
+                    float* out, CallSite site);
+void read_operand_b(Block& block, const MatrixDescriptor& descriptor, WgmmaType type, bool mn_major, u32 rows,
+                    float* out, CallSite site);
 // A from the registers of 128 threads, four each.
 void read_register_a(const u32 (*registers)[4], WgmmaType type, float* out);
 

@@ -7,12 +7,12 @@
 
 using namespace cki;
 
-// Each block of a cluster of kBlocks:
-// ranks[block] = {rank, count, value read from the next block, sums of what the peers stored here}
-// gathered[block]: a tile of which each block loads one part (32 x 16 bytes) for all, by TMA through a map of 2 to 5 dimensions,
-// with and without a cache policy, and by bulk multicast.
-extern "C" __global__ void __launch_bounds__(64) clusters(const __grid_constant__ TensorMap source, const u32* words, u32* ranks,
-                                                          u32* gathered, u32* gathered_bulk, int dimensions, int hint) {
+// Each block of a cluster of kBlocks: ranks[block] = {rank, count, value read from the next block, sums of what the
+// peers stored here} gathered[block]: a tile of which each block loads one part (32 x 16 bytes) for all, by TMA
+// through a map of 2 to 5 dimensions, with and without a cache policy, and by bulk multicast.
+extern "C" __global__ void __launch_bounds__(64)
+    clusters(const __grid_constant__ TensorMap source, const u32* words, u32* ranks, u32* gathered, u32* gathered_bulk,
+             int dimensions, int hint) {
   __shared__ __align__(1024) u32 tile[kBlocks * 128];
   __shared__ __align__(128) u32 bulk_tile[kBlocks * 128];
   __shared__ __align__(16) u32 mailbox[16];
@@ -46,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(64) clusters(const __grid_constant_
       case 10: ptx::tma_load_multicast_5d(part, &source, &full, 0, row, 0, 0, 0, everyone); break;
       default: ptx::tma_load_multicast_5d(part, &source, &full, 0, row, 0, 0, 0, everyone, policy); break;
     }
-    // Not `words + rank * 128`: ptxas 13.0 loses the upper half of an address that shares its index with a shared one here.
+    // Not `words + rank * 128`: ptxas 13.0 loses the upper half of an address that shares its index with a shared one
+    // here.
     ptx::bulk_load_multicast(bulk_tile + rank * 128, words + blockIdx.x % kBlocks * 128, kPart, &full, everyone);
     const u32 next = (rank + 1) % kBlocks;
     const u32 address = ptx::map_shared_rank(&exported, next);
@@ -55,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(64) clusters(const __grid_constant_
     const u32 bits = ptx::load_shared_cluster_u32(address + 8);
     ranks[blockIdx.x * 4] = rank;
     ranks[blockIdx.x * 4 + 1] = count;
-    ranks[blockIdx.x * 4 + 2] = static_cast<u32>(v.x * 1000 + v.w * 8) + static_cast<u32>(second * 2) + (bits == __float_as_uint(next + 0.25f));
+    ranks[blockIdx.x * 4 + 2] =
+        static_cast<u32>(v.x * 1000 + v.w * 8) + static_cast<u32>(second * 2) + (bits == __float_as_uint(next + 0.25f));
     // One word for each peer, in three widths, then an arrival at its barrier.
     for (u32 peer = 0; peer < kBlocks; ++peer) {
       ptx::store_shared_cluster_u32(ptx::map_shared_rank(mailbox + rank, peer), 10 + rank);

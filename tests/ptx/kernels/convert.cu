@@ -5,10 +5,10 @@
 using namespace cki;
 
 // x: n floats. Narrow results of (x[i], x[n-1-i]); 16-bit inputs are the low bits of i.
-extern "C" __global__ void __launch_bounds__(256) convert(const float* x, int n, u16* to_f16, u16* to_bf16, u32* to_f16x2,
-                                                          u32* to_bf16x2, u16* to_e4m3x2, u16* to_e5m2x2, u32* to_tf32,
-                                                          u32* from_f16, u32* from_bf16, u32* from_f16x2, u32* from_bf16x2,
-                                                          u32* from_e4m3x2, u32* from_e5m2x2) {
+extern "C" __global__ void __launch_bounds__(256)
+    convert(const float* x, int n, u16* to_f16, u16* to_bf16, u32* to_f16x2, u32* to_bf16x2, u16* to_e4m3x2,
+            u16* to_e5m2x2, u32* to_tf32, u32* from_f16, u32* from_bf16, u32* from_f16x2, u32* from_bf16x2,
+            u32* from_e4m3x2, u32* from_e5m2x2) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   const float lo = x[i], hi = x[n - 1 - i];

@@ -4,8 +4,8 @@
 
 using namespace cki;
 
-extern "C" __global__ void __launch_bounds__(256) approximate(const float* x, int n, float* ex2, float* lg2, float* rcp,
-                                                              float* rsqrt, float* tanh) {
+extern "C" __global__ void __launch_bounds__(256)
+    approximate(const float* x, int n, float* ex2, float* lg2, float* rcp, float* rsqrt, float* tanh) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   ex2[i] = ptx::ex2_approx(x[i]);

@@ -1,5 +1,5 @@
-// ldmatrix, stmatrix and movmatrix by one warp. Rows of 16 bytes are reached through a table of row numbers, so that a wrong
-// use of a lane's address shows.
+// ldmatrix, stmatrix and movmatrix by one warp. Rows of 16 bytes are reached through a table of row numbers, so that
+// a wrong use of a lane's address shows.
 #include "common/types.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/movmatrix.cuh"
@@ -11,8 +11,8 @@ constexpr int kRows = 64, kWordsPerRow = 4;
 
 // memory: 64 rows of 4 words; row_of_lane: 32 numbers; registers: 32 lanes x 4.
 // loaded: 6 forms x 32 lanes x 4 words. stored: 6 forms x 64 rows x 4 words. moved: 32 words.
-extern "C" __global__ void __launch_bounds__(32) matrices(const u32* memory, const int* row_of_lane, const u32* registers,
-                                                          u32* loaded, u32* stored, u32* moved) {
+extern "C" __global__ void __launch_bounds__(32)
+    matrices(const u32* memory, const int* row_of_lane, const u32* registers, u32* loaded, u32* stored, u32* moved) {
   __shared__ __align__(16) u32 tile[kRows * kWordsPerRow];
   const int lane = threadIdx.x;
   u32* row = tile + row_of_lane[lane] * kWordsPerRow;

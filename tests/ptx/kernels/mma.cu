@@ -27,10 +27,10 @@ __device__ void store_d(float* matrix, const float (&d)[4]) {
 }
 
 // Each A: [blocks][16][K], B: [blocks][8][K] (that is, columns of K), C and D: [blocks][16][8]; all K are 32 bytes.
-extern "C" __global__ void __launch_bounds__(32) products(const u32* a_f16, const u32* b_f16, const u32* a_bf16,
-                                                          const u32* b_bf16, const u32* a_tf32, const u32* b_tf32,
-                                                          const u32* a_e4m3, const u32* b_e4m3, const float* c_matrix,
-                                                          float* d_f16, float* d_bf16, float* d_tf32, float* d_e4m3) {
+extern "C" __global__ void __launch_bounds__(32)
+    products(const u32* a_f16, const u32* b_f16, const u32* a_bf16, const u32* b_bf16, const u32* a_tf32,
+             const u32* b_tf32, const u32* a_e4m3, const u32* b_e4m3, const float* c_matrix, float* d_f16,
+             float* d_bf16, float* d_tf32, float* d_e4m3) {
   constexpr int kWords = 8;
   const int block = blockIdx.x, a_at = block * 16 * kWords, b_at = block * 8 * kWords, c_at = block * 128;
   u32 a[4], b[2];

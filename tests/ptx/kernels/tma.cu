@@ -6,12 +6,11 @@
 
 using namespace cki;
 
-// Loads the box at (c0..c4) through `source`, dumps `footprint` bytes of shared memory, then stores (add 0) or adds (1) the tile at
-// the same coordinates through `target`, or leaves it (2). hint: use the form with a cache policy.
-extern "C" __global__ void __launch_bounds__(128) tile_copy(const __grid_constant__ TensorMap source,
-                                                            const __grid_constant__ TensorMap target, u32* dump, int bytes, int footprint,
-                                                            int rank, int c0, int c1, int c2, int c3, int c4, int add,
-                                                            int hint) {
+// Loads the box at (c0..c4) through `source`, dumps `footprint` bytes of shared memory, then stores (add 0) or adds
+// (1) the tile at the same coordinates through `target`, or leaves it (2). hint: use the form with a cache policy.
+extern "C" __global__ void __launch_bounds__(128)
+    tile_copy(const __grid_constant__ TensorMap source, const __grid_constant__ TensorMap target, u32* dump, int bytes,
+              int footprint, int rank, int c0, int c1, int c2, int c3, int c4, int add, int hint) {
   extern __shared__ __align__(1024) u8 tile[];
   __shared__ u64 full;
   const int t = threadIdx.x;

@@ -13,7 +13,8 @@ constexpr int kK = sizeof(Element) == 1 ? 32 : 16, kRowBytes = 32, kThreads = 12
 // Writes 16-byte chunk `chunk` of row `row` of a K-major operand.
 template <int Span>
 __device__ u32 k_major_offset(int row, int chunk, int rows) {
-  if constexpr (Span == 0) return chunk * rows * 16 + row * 16;   // core matrices along rows first: stride 128, leading rows * 16
+  if constexpr (Span == 0)
+    return chunk * rows * 16 + row * 16;   // core matrices along rows first: stride 128, leading rows * 16
   if constexpr (Span != 0) return swizzle<Span>(row * Span + chunk * 16);
 }
 
@@ -82,11 +83,13 @@ __device__ void multiply(float (&sum)[kN / 2], u32 (&a)[4], u64 b, bool accumula
 // a: [64][K], a_transposed: [K][64], b: [N][K], b_transposed: [K][N], c: [64][N]; d: [64][N].
 // form: 0 A shared, 1 A registers, 2 A MN-major; plus 4 for B MN-major.
 template <int Span>
-__device__ void product(const u8* a, const u8* a_transposed, const u8* b, const u8* b_transposed, const float* c, float* d,
-                        int form, int accumulate, u8* tile_a, u8* tile_b) {
+__device__ void product(const u8* a, const u8* a_transposed, const u8* b, const u8* b_transposed, const float* c,
+                        float* d, int form, int accumulate, u8* tile_a, u8* tile_b) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  if (form % 4 == 2) place_mn_major<Span>(tile_a, a_transposed, 64); else place_k_major<Span>(tile_a, a, 64);
-  if (form / 4 == 1) place_mn_major<Span>(tile_b, b_transposed, kN); else place_k_major<Span>(tile_b, b, kN);
+  if (form % 4 == 2) place_mn_major<Span>(tile_a, a_transposed, 64);
+  else place_k_major<Span>(tile_a, a, 64);
+  if (form / 4 == 1) place_mn_major<Span>(tile_b, b_transposed, kN);
+  else place_k_major<Span>(tile_b, b, kN);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   float sum[kN / 2];
@@ -123,9 +126,9 @@ __device__ void product(const u8* a, const u8* a_transposed, const u8* b, const 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) products(const u8* a, const u8* a_transposed, const u8* b,
-                                                                      const u8* b_transposed, const float* c, float* d,
-                                                                      int form, int accumulate, int span) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    products(const u8* a, const u8* a_transposed, const u8* b, const u8* b_transposed, const float* c, float* d,
+             int form, int accumulate, int span) {
   extern __shared__ __align__(1024) u8 tiles[];
   u8 *tile_a = tiles, *tile_b = tiles + 8192;   // 64 rows of at most 128 bytes, then B
   switch (span) {

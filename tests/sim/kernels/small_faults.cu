@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(128) sync_gemm(const bf16* a, const
     u32 fragment_a[4], fragment_b[4];
     ptx::ldmatrix_x4(fragment_a, tile_a + swizzle<128>((warp * 16 + lane % 16) * 128 + k * 32 + lane / 16 * 16));
     for (int n = 0; n < 4; ++n) {
-      ptx::ldmatrix_x4(fragment_b, tile_b + swizzle<128>((n * 16 + lane % 8 + lane / 16 * 8) * 128 + k * 32 + lane / 8 % 2 * 16));
+      ptx::ldmatrix_x4(fragment_b,
+                       tile_b + swizzle<128>((n * 16 + lane % 8 + lane / 16 * 8) * 128 + k * 32 + lane / 8 % 2 * 16));
       const u32 low[2] = {fragment_b[0], fragment_b[1]}, high[2] = {fragment_b[2], fragment_b[3]};
       ptx::mma_m16n8k16_bf16(sum[2 * n], fragment_a, low, sum[2 * n]);
       ptx::mma_m16n8k16_bf16(sum[2 * n + 1], fragment_a, high, sum[2 * n + 1]);
@@ -73,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) stored_gemm(const bf16* a, 
   const u64 first_a = wgmma_descriptor_k_major<128>(tile_a), first_b = wgmma_descriptor_k_major<128>(tile_b);
   ptx::wgmma_fence();
   for (int k = 0; k < 4; ++k) {
-    ptx::wgmma<kTile, bf16>(sum, wgmma_descriptor_advance(first_a, k * 32), wgmma_descriptor_advance(first_b, k * 32), true);
+    ptx::wgmma<kTile, bf16>(sum, wgmma_descriptor_advance(first_a, k * 32), wgmma_descriptor_advance(first_b, k * 32),
+                            true);
     if constexpr (kFault == kAccumulatorsTouched) {
       if (k == 1) sum[3] += 1.0f;
     }
@@ -87,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) stored_gemm(const bf16* a, 
 }
 
 // Doubles 4 tiles of 32x32 floats: TMA in, arithmetic in shared memory, TMA out through one buffer; 128 threads.
-extern "C" __global__ void __launch_bounds__(128) doubled(const __grid_constant__ TensorMap in, const __grid_constant__ TensorMap out) {
+extern "C" __global__ void __launch_bounds__(128)
+    doubled(const __grid_constant__ TensorMap in, const __grid_constant__ TensorMap out) {
   constexpr int kElements = 32 * 32;
   __shared__ __align__(1024) float loaded[kElements];
   __shared__ __align__(1024) float result[kElements];

@@ -1,8 +1,9 @@
-// softmax(scale Q K^T) V for one head of 64 columns: 128 query rows a block, keys and values in tiles of 128 through a TMA ring.
+// softmax(scale Q K^T) V for one head of 64 columns: 128 query rows a block, keys and values in tiles of 128 through
+// a TMA ring.
 //
-// bf16 in, fp32 out. Warpgroup 0 produces; 1 and 2 own 64 query rows each. S = Q K^T stays in registers, its probabilities are
-// packed to bf16 as the A operand of P V, and V is read MN-major as it lies. Not a tuned kernel: it shows that the
-// simulated device carries the instructions of one, and how fast.
+// bf16 in, fp32 out. Warpgroup 0 produces; 1 and 2 own 64 query rows each. S = Q K^T stays in registers, its
+// probabilities are packed to bf16 as the A operand of P V, and V is read MN-major as it lies. Not a tuned kernel: it
+// shows that the simulated device carries the instructions of one, and how fast.
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/elect.cuh"
@@ -26,10 +27,9 @@ __device__ float row_reduce(float x, bool maximum) {
   return x;
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) wgmma_attention(const __grid_constant__ TensorMap map_q,
-                                                                     const __grid_constant__ TensorMap map_k,
-                                                                     const __grid_constant__ TensorMap map_v, float* out,
-                                                                     int key_tiles, float scale_log2) {
+extern "C" __global__ void __launch_bounds__(384, 1)
+    wgmma_attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+                    const __grid_constant__ TensorMap map_v, float* out, int key_tiles, float scale_log2) {
   extern __shared__ __align__(1024) u8 smem[];
   u8 *tile_q = smem, *tiles_k = smem + kTileBytes, *tiles_v = tiles_k + kStages * kTileBytes;
   u64* full = reinterpret_cast<u64*>(tiles_v + kStages * kTileBytes);

@@ -1,7 +1,7 @@
 // C[M,N] = A[M,K] B[N,K]^T on Hopper: a producer warp fills a ring of stages by TMA, a warpgroup multiplies by wgmma.
 //
-// A and B are bf16, K-major, C is fp32; M and N are multiples of 64, K of 64. One block computes a 64x64 tile of C. Stage s
-// is handed over by the barriers full[s] (TMA's bytes) and empty[s] (one arrival of each consumer warp).
+// A and B are bf16, K-major, C is fp32; M and N are multiples of 64, K of 64. One block computes a 64x64 tile of C.
+// Stage s is handed over by the barriers full[s] (TMA's bytes) and empty[s] (one arrival of each consumer warp).
 // kFault plants one mistake (0: none), to show that the simulated device reports it; see test_fault_gemm.py.
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/mbarrier.cuh"
@@ -74,8 +74,9 @@ __device__ void consume(const Ring& ring, int k_tiles, int thread, float (&sum)[
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) wgmma_gemm(const __grid_constant__ TensorMap map_a,
-                                                                const __grid_constant__ TensorMap map_b, float* c, int n, int k) {
+extern "C" __global__ void __launch_bounds__(256, 1)
+    wgmma_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, float* c, int n,
+               int k) {
   extern __shared__ __align__(1024) u8 smem[];
   u64* barriers = reinterpret_cast<u64*>(smem + 2 * kStages * kTileBytes);
   const Ring ring{smem, smem + kStages * kTileBytes, barriers, barriers + kStages};
