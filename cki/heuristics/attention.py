@@ -80,11 +80,12 @@ def _candidates(widest: int, itemsize: int, plain: bool) -> tuple[AttentionTiles
     """Tiles in order of preference; the first that fits in shared memory is taken."""
     if itemsize == 4:
         return AttentionTiles(4, 1, 32), AttentionTiles(4, 1, 16), AttentionTiles(2, 1, 16)
-    if widest <= 64:
+    if widest <= 96:
         return AttentionTiles(4, 2 if plain else 1, 64), AttentionTiles(4, 1, 32)
     if widest <= 128:
         return AttentionTiles(4, 2, 32) if plain else AttentionTiles(4, 1, 64), AttentionTiles(4, 1, 32)
-    return AttentionTiles(8, 1, 64), AttentionTiles(8, 1, 32), AttentionTiles(4, 1, 32), AttentionTiles(4, 1, 16)
+    small = AttentionTiles(8, 1, 32), AttentionTiles(4, 1, 32), AttentionTiles(4, 1, 16)
+    return (AttentionTiles(8, 1, 64), *small) if plain else small
 
 
 def _fewer_rows(tiles: AttentionTiles, rows: int) -> AttentionTiles:

@@ -48,6 +48,7 @@ struct Features {
 };
 // Whether a key may be hidden from one query and visible to another, or hidden from all while it exists.
 constexpr bool kHides = kLimitLeft || kLimitRight || kBias || kMask;
+constexpr bool kExactWeights = kScaleFirst || sizeof(Element) == 4;
 // Whether values that are not finite are taken out of tiles, and of all or only those in which a key is hidden.
 constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask;
 constexpr bool kDrops = kHides || kDropsAlways;
@@ -75,7 +76,8 @@ __device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow (&softmax
   for (int r = 0; r < kRowTiles * 2; ++r) {
     const int first = r % 2 * 2;
     apply_rules<Features, kBandTest>(scores[r / 2], first, first_key, row_of(r), band, rules);
-    const float correction = softmax[r].template take<kBandTest || kBias || kMask>(scores[r / 2], first, exponent_scale);
+    const float correction =
+        softmax[r].take<kBandTest || kBias || kMask, kExactWeights>(scores[r / 2], first, exponent_scale);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       output[r / 2][n][first] *= correction;

@@ -74,7 +74,8 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kKeyTil
       for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
     }
   }
-#pragma unroll
+  // Four steps at a time: with all of them unrolled, the compiler loads so far ahead that it spills.
+#pragma unroll 4
   for (int step = 0; step < KeyTile::kRowBytes / 32; ++step) {
     Left<Element> a[kRowTiles];
 #pragma unroll

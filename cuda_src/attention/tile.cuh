@@ -34,11 +34,12 @@ struct PieceShare {
   static constexpr bool kRegular = kTotal % kThreads == 0 && kThreads % kPieces == 0;
   static constexpr int kRowStep = kRegular ? kThreads / kPieces : 0;
 
-  // Calls visit(row, piece) for the pieces of this thread.
+  // Calls visit(row, piece) for the pieces of this thread. Irregular trips stay a loop: unrolled, the compiler keeps their
+  // rows and addresses in registers from tile to tile.
   template <class Visit>
   static __device__ __forceinline__ void for_each_own(Visit visit) {
     const int thread = static_cast<int>(threadIdx.x);
-#pragma unroll(kTrips <= 16 ? kTrips : 4)
+#pragma unroll(!kRegular ? 1 : kTrips <= 16 ? kTrips : 4)
     for (int trip = 0; trip < kTrips; ++trip) {
       if constexpr (kRegular) {
         visit(thread / kPieces + trip * kRowStep, thread % kPieces);
