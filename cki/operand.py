@@ -64,6 +64,8 @@ class Operand:
         return replace(self, shape=shape, strides=strides, offset=offset)
 
 
-def dense(slot: str, shape: tuple[int, ...], dtype: DType, *, offset: int = 0, alignment: int = 256) -> Operand:
+def dense(
+    slot: str, shape: tuple[int, ...], dtype: DType, *, offset: int = 0, alignment: int = 256
+) -> Operand:
     """A row-major operand, as freshly allocated outputs and workspaces are."""
     return Operand(slot, shape, contiguous_strides(shape), dtype, offset, alignment)
