@@ -201,7 +201,7 @@ def test_tables_stay_where_they_are_and_are_inert_beyond_the_step(device: Device
 
 
 def test_block_table_follows_every_change(device: DeviceUnderTest) -> None:
-    cache = small(device, block_size=2, num_blocks=120)
+    cache = small(device, block_size=2, num_blocks=500, max_blocks_per_sequence=200)
     rng = np.random.default_rng(1)
     live: list[int] = []
     for round_ in range(40):
@@ -220,6 +220,20 @@ def test_block_table_follows_every_change(device: DeviceUnderTest) -> None:
                 new = range(lengths[row] - starts[row + 1] + starts[row], lengths[row])
                 expected = [blocks[position // 2] * 2 + position % 2 for position in new]
                 assert slots[starts[row] : starts[row + 1]].tolist() == expected
+
+
+def test_block_table_follows_a_copy_and_a_slot_used_again(device: DeviceUnderTest) -> None:
+    cache = small(device)
+    a = cache.allocate_sequence()
+    cache.prepare_step([a], 6)
+    original = cache.blocks(a)[1]
+    cache.fork(a)
+    step = cache.prepare_step([a])  # the same batch and number of blocks, another block
+    assert step.block_table.numpy()[0, :2].tolist() == cache.blocks(a) != [cache.blocks(a)[0], original]
+    cache.free_sequence(a)
+    c = cache.allocate_sequence()
+    step = cache.prepare_step([c], 7)  # the same slot and number of blocks, another sequence
+    assert step.block_table.numpy()[0, :2].tolist() == cache.blocks(c)
 
 
 def test_utilisation_wastes_less_than_a_block_a_sequence() -> None:
