@@ -21,7 +21,7 @@ from cki.tensor import DeviceId, TensorView
 
 
 class CupyAdapter(Adapter):
-    """Arrays of any strides that are not negative; bfloat16 and float8 through ml_dtypes."""
+    """Arrays of any strides that are not negative; bfloat16 through ml_dtypes."""
 
     name = "cupy"
 
@@ -80,7 +80,12 @@ class CupyAdapter(Adapter):
 def device_empty(
     shape: tuple[int, ...], dtype: DType, device_index: int, stream: int | None = None
 ) -> cupy.ndarray:
-    """An uninitialised array on a GPU, from CuPy's current allocator, safe to write on `stream` (None: the current)."""
+    """An uninitialised array on a GPU, from CuPy's current allocator, safe to write on `stream` (None: the current).
+
+    Raises InvalidTypeError for the 8-bit floats, of which CuPy has no arrays.
+    """
+    if dtype in (dtypes.e4m3, dtypes.e5m2):
+        raise InvalidTypeError(f"CuPy has no arrays of {dtype}", hint="torch or JAX tensors")
     if runtime.getDevice() == device_index and stream is None:
         return cupy.ndarray(shape, dtype.numpy)
     with cupy.cuda.Device(device_index):

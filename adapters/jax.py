@@ -9,8 +9,9 @@ Inside `jax.jit` arrays are tracers without memory: refused by name.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,15 +29,23 @@ from cki.tensor import DeviceId, TensorView, contiguous_strides
 _released: list[object] = []
 
 
-class _Output:
+class _Loan:
     """Memory lent to JAX; see `_released`."""
 
-    def __init__(self, array: Any) -> None:
-        self._array = array
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
 
     def __del__(self) -> None:
         if _released is not None:  # None while the interpreter shuts down
-            _released.append(self._array)
+            _released.append(self._memory)
+
+
+class _DeviceOutput(NamedTuple):
+    """An output on a GPU before JAX adopts it: bytes, because CuPy has no arrays of 8-bit floats."""
+
+    memory: Any
+    shape: tuple[int, ...]
+    dtype: DType
 
 
 class JaxAdapter(IndirectAdapter):
@@ -92,12 +101,13 @@ class JaxAdapter(IndirectAdapter):
             return aligned_empty(shape, dtype)
         from cki.adapters.cupy import device_empty
 
-        return device_empty(shape, dtype, device.index, stream)
+        nbytes = math.prod(shape) * dtype.itemsize
+        return _DeviceOutput(device_empty((nbytes,), dtypes.u8, device.index, stream), shape, dtype)
 
     def pointer(self, output: Any) -> int:
         if isinstance(output, np.ndarray):
             return int(output.__array_interface__["data"][0])
-        return int(output.data.ptr)
+        return int(output.memory.data.ptr)
 
     def stream(self, device_index: int) -> int:
         from cki.adapters.cupy import get_current_stream
@@ -117,9 +127,9 @@ class JaxAdapter(IndirectAdapter):
         return [jax.dlpack.from_dlpack(DLPackExport(_lent(output, device))) for output in outputs]
 
 
-def _lent(output: Any, device: DeviceId) -> TensorView:
-    shape, dtype = output.shape, dtypes.from_numpy(output.dtype)
-    return TensorView(output.data.ptr, shape, contiguous_strides(shape), dtype, device, owner=_Output(output))
+def _lent(output: _DeviceOutput, device: DeviceId) -> TensorView:
+    memory, shape, dtype = output
+    return TensorView(memory.data.ptr, shape, contiguous_strides(shape), dtype, device, owner=_Loan(memory))
 
 
 def _synchronize_devices(arrays: Sequence[Any]) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any
@@ -78,9 +80,6 @@ _python = ctypes.PyDLL(None)
 _get_pointer = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, c_char_p)(("PyCapsule_GetPointer", _python))
 _is_valid = ctypes.PYFUNCTYPE(c_int, ctypes.py_object, c_char_p)(("PyCapsule_IsValid", _python))
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", _python))
-# A capsule that is being destroyed has no references left and must not be given one: it goes by address.
-_dying_get_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", _python))
-_dying_is_valid = ctypes.PYFUNCTYPE(c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", _python))
 
 
 # ---------------------------------------------------------------- import
@@ -218,24 +217,35 @@ def interface_stream(interface: Mapping[str, Any]) -> int | None:
 _live: dict[int, tuple[ctypes.Structure, Any, object]] = {}
 
 
-def _callbacks() -> tuple[Callable[[int], None], Callable[[int], None]]:
-    # Closures, not globals: a consumer may let go while the interpreter clears this module.
-    live, names, is_valid, get_pointer = _live, (_OLD_NAME, _NEW_NAME), _dying_is_valid, _dying_get_pointer
+# Capsules handed out, until a later export finds that nobody else holds them.  A capsule has no destructor: Python code
+# cannot run in one, because a consumer that refuses a tensor drops the capsule with its error pending.
+_handed_out: list[Any] = []
+_handed_out_lock = threading.Lock()
+
+
+def _release_function() -> Callable[[int], None]:
+    # A closure, not a global: a consumer may let go while the interpreter clears this module.
+    live = _live
 
     def release(address: int) -> None:
         live.pop(address, None)
 
-    def release_unconsumed(capsule: int) -> None:
-        for name in names:
-            if is_valid(capsule, name):  # not renamed: nobody consumed it
-                live.pop(get_pointer(capsule, name), None)
-
-    return release, release_unconsumed
+    return release
 
 
-_release, _release_unconsumed = _callbacks()
-_deleter = ctypes.CFUNCTYPE(None, c_void_p)(_release)
-_capsule_destructor = ctypes.CFUNCTYPE(None, c_void_p)(_release_unconsumed)
+def _collect_unconsumed() -> None:
+    """Let go of tensors whose capsules were dropped unread (a reader renames the capsule it takes)."""
+    with _handed_out_lock:
+        for index in range(len(_handed_out) - 1, -1, -1):
+            if sys.getrefcount(_handed_out[index]) > 2:  # the list's reference and the argument's
+                continue
+            capsule = _handed_out.pop(index)
+            for name in (_OLD_NAME, _NEW_NAME):
+                if _is_valid(capsule, name):
+                    _live.pop(_get_pointer(capsule, name), None)
+
+
+_deleter = ctypes.CFUNCTYPE(None, c_void_p)(_release_function())
 
 
 def _detach_deleters() -> None:
@@ -247,9 +257,8 @@ def _detach_deleters() -> None:
 
 
 atexit.register(_detach_deleters)
-# The callbacks' machine code must outlive the module.
-for _callback in (_deleter, _capsule_destructor):
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_callback))
+# The callback's machine code must outlive the module.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_deleter))
 
 
 class DLPackExport:
@@ -329,4 +338,7 @@ def _capsule_of(view: TensorView, versioned: bool) -> Any:
     address = ctypes.addressof(managed)
     _live[address] = (managed, extents, view.owner)
     name = _NEW_NAME if versioned else _OLD_NAME
-    return _new_capsule(address, name, ctypes.cast(_capsule_destructor, c_void_p))
+    _collect_unconsumed()
+    capsule = _new_capsule(address, name, None)
+    _handed_out.append(capsule)
+    return capsule

@@ -202,7 +202,7 @@ def test_memory_lent_to_jax_is_held_until_a_synchronisation(monkeypatch):
     monkeypatch.setattr(
         adapter_module, "_synchronize_devices", lambda held: synchronised.extend(map(id, held))
     )
-    lent = adapter_module._Output(memory)
+    lent = adapter_module._Loan(memory)
     expected = id(memory)
     del memory, lent
     gc.collect()
