@@ -47,13 +47,13 @@ def attention(
 ) -> Any:
     """softmax(logits) v, with fp32 accumulation, in one kernel and without a matrix of logits in memory.
 
-    q: [batch, queries, heads, head_dim].  k: [batch, keys, kv_heads, head_dim].  v: [batch, keys, kv_heads, value_dim].
-    f32, f16 or bf16, all three alike; head dimensions 1 to 256; any strides.  heads is a multiple of kv_heads, and query
-    head h reads KV head h // (heads // kv_heads).
+    q: [batch, queries, heads, head_dim].  k: [batch, keys, kv_heads, head_dim].
+    v: [batch, keys, kv_heads, value_dim].  f32, f16 or bf16, all three alike; head dimensions 1 to 256; any
+        strides.  heads is a multiple of kv_heads; query head h reads KV head h // (heads // kv_heads).
 
-    The logit of query i and key j is scale * q.k, then softcap * tanh(x / softcap), then minus ALiBi, plus bias; then
-    hidden keys are left out.  With p = i + keys - queries (bottom_right: the last query stands at the last key) or p = i
-    (top_left: the first query stands at the first key):
+    The logit of query i and key j is scale * q.k, then softcap * tanh(x / softcap), then minus ALiBi, plus bias;
+    then hidden keys are left out.  With p = i + keys - queries (bottom_right: the last query stands at the last key)
+    or p = i (top_left: the first query stands at the first key):
 
     causal: key j is visible when j <= p.  For 2 queries and 4 keys, bottom_right and top_left:
 
@@ -71,9 +71,9 @@ def attention(
     out: a tensor of the output's shape and dtype to write into.
     stream: default is the framework's current stream.
 
-    Returns out [batch, queries, heads, value_dim], or (out, lse).  A query that sees no key gets 0, and lse -inf (with
-    sinks: lse = sink).  What lies behind a hidden key, NaN included, has no influence.  Results are the same bits from run
-    to run and do not depend on the rest of the batch.
+    Returns out [batch, queries, heads, value_dim], or (out, lse).  A query that sees no key gets 0, and lse -inf
+    (with sinks: lse = sink).  What lies behind a hidden key, NaN included, has no influence.  Results are the same
+    bits from run to run and do not depend on the rest of the batch.
 
     Raises InvalidArgumentError, InvalidTypeError or DeviceError before any launch, with every violated rule.
     FlashAttention-2: Dao, arXiv 2307.08691.
@@ -355,19 +355,29 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     bias = dense("bias", (1, 1, 512, 640), dtypes.f32)
     mask = dense("mask", (2, 1, 1, 640), dtypes.bool_)
     slopes = dense("alibi_slopes", (4,), dtypes.f32)
-    for dtype in _FLOATS:
-        for head_dim in (32, 64, 80, 96, 128, 160, 192, 256):
-            add(dtype, head_dim)
-            add(dtype, head_dim, causal=True)
-        for head_dim in (64, 128):
-            for queries in (1, 16, 32):
-                add(dtype, head_dim, queries)
-        for head_dim in (64, 128, 256):
-            add(dtype, head_dim, window=(100, 20), softcap=30.0, bias=bias, mask=mask, alibi_slopes=slopes)
-        add(dtype, 64, mask=mask)
-        add(dtype, 64, bias=bias)
-        add(dtype, 192, value_dim=128, causal=True)
+    everything: dict[str, Any] = {"bias": bias, "mask": mask, "alibi_slopes": slopes}
+    everything |= {"softcap": 30.0, "window": (100, 20)}
+    bf16, f16, f32 = dtypes.bf16, dtypes.f16, dtypes.f32
+    for head_dim in (32, 64, 80, 96, 128, 160, 192, 256):
+        add(bf16, head_dim)
+    for head_dim in (64, 96, 128, 256):
+        add(bf16, head_dim, causal=True)
+    for head_dim in (64, 128, 256):
+        add(bf16, head_dim, **everything)
+        add(f32, head_dim, **everything)
+    add(f16, 128, **everything)
+    for head_dim in (64, 128):
+        add(f16, head_dim, causal=True)
+        add(f32, head_dim, causal=True)
+    for head_dim in (32, 64, 80, 128, 256):
+        add(f32, head_dim)
+    for head_dim, queries in ((64, 1), (128, 1), (128, 16), (64, 32)):
+        add(bf16, head_dim, queries)
+    add(f16, 64, mask=mask)
+    add(bf16, 64, bias=bias)
+    add(bf16, 192, value_dim=128, causal=True)
+    add(bf16, 100)
+    for dtype in (bf16, f32):
         add(dtype, 5, causal=True)
-        add(dtype, 100)
         add(dtype, 64, stride=2, causal=True)
     return list(found)

@@ -55,8 +55,8 @@ def attention(
     out_i     = sum_j weight_ij v_j / (sum_j weight_ij + exp(sink))
     lse_i     = ln(sum_j weight_ij + exp(sink))          no sink: no such term
 
-    A row that sees no key: out = 0, lse = -inf (with sinks: lse = sink).  Returns out [batch, queries, heads, value_dim], or
-    (out, lse [batch, heads, queries]).
+    A row that sees no key: out = 0, lse = -inf (with sinks: lse = sink).
+    Returns out [batch, queries, heads, value_dim], or (out, lse [batch, heads, queries]).
     """
     q, k, v = (np.asarray(t).astype(np.float64) for t in (q, k, v))
     batch, queries, heads, head_dim = q.shape

@@ -48,6 +48,7 @@ struct Features {
 };
 // Whether a key may be hidden from one query and visible to another, or hidden from all while it exists.
 constexpr bool kHides = kLimitLeft || kLimitRight || kBias || kMask;
+// Whether weights must be computed without the short form of common/online_softmax.cuh.
 constexpr bool kExactWeights = kScaleFirst || sizeof(Element) == 4;
 // Whether values that are not finite are taken out of tiles, and of all or only those in which a key is hidden.
 constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask;
@@ -62,7 +63,6 @@ using Output = float[kRowTiles][kColumnTiles][4];
 
 // Dynamic shared memory: the query tile, then two stages of a key tile and a value tile each.
 constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
-
 
 // A warp's rows on one tile of keys. kBandTest: the tile reaches beyond what some row may see. row_of(r) describes row r of
 // this lane; it is asked anew for every tile, because keeping the answers would take registers.
