@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cki.ops.held import HeldPlan as HeldPlan
     from cki.ops.held import hold as hold
     from cki.ops.linear import linear as linear
+    from cki.ops.merge import merge_states as merge_states
     from cki.ops.norm import layer_norm as layer_norm
     from cki.ops.norm import rms_norm as rms_norm
 
@@ -35,7 +36,7 @@ _HOME = {
     "Graph": "graph", "capture": "graph", "load": "loader", "TensorMap": "loader",
     "HeldPlan": "ops.held", "hold": "ops.held",
     "attention": "ops.attention", "linear": "ops.linear", "layer_norm": "ops.norm", "rms_norm": "ops.norm",
-    "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding",
+    "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding", "merge_states": "ops.merge",
     "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip

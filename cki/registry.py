@@ -19,6 +19,7 @@ FAMILIES = {
     "linear": "cki.ops.linear",
     "encoder": "cki.ops.encoder",
     "embedding": "cki.ops.embedding",
+    "merge": "cki.ops.merge",
 }
 
 

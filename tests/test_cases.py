@@ -19,7 +19,7 @@ import cki
 from tests import cases
 from tests.conftest import DeviceUnderTest
 
-COVERED_OPERATIONS = ("attention", "layer_norm", "rms_norm", "add_rms_norm")
+COVERED_OPERATIONS = ("attention", "layer_norm", "rms_norm", "add_rms_norm", "merge_states")
 
 #: Cases of operations still to come, by operation.
 LATER_OPERATIONS = {
@@ -36,7 +36,6 @@ LATER_OPERATIONS = {
     ),
     "append_kv": ("append_crosses_page_boundary", "append_negative_slot_is_skipped"),
     "fp8_quantize": ("fp8_e4m3_saturation_and_ties", "fp8_e4m3_all_codes_round_trip"),
-    "merge_states": ("merge_both_states_empty", "merge_lse_far_apart", "merge_equals_whole_attention"),
     "rope": ("rope_neox", "rope_interleaved", "rope_ragged_positions_and_gqa_view", "error_odd_rotary_dim"),
     "swiglu": ("swiglu_gate_first", "swiglu_up_first", "swiglu_interleaved", "error_odd_gate_up_width"),
     "geglu": ("geglu_erf", "geglu_tanh"),
@@ -113,6 +112,9 @@ def run_case(
     params = dict(case.params)
     if case.op == "attention":
         out, lse = cki.attention(**tensors, **params, return_lse=True)
+        results = {"out": out, "lse": lse}
+    elif case.op == "merge_states":
+        out, lse = cki.merge_states(tensors["o"], tensors["lse"])
         results = {"out": out, "lse": lse}
     elif case.op == "layer_norm":
         results = {"out": cki.layer_norm(**tensors, **params)}
