@@ -1,4 +1,4 @@
-"""`merge_states`: attention over a set of keys from attention over its parts.  Kernel: `cuda_src/kv/merge_states.cu`."""
+"""`merge_states`: attention over all keys from attentions over parts of them (`cuda_src/kv/merge_states.cu`)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ _MAX_DIM = 1024
 _ROW_AXES = 3
 
 
-def merge_states(outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None, stream: Any = None) -> tuple[Any, Any]:
+def merge_states(
+    outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None, stream: Any = None
+) -> tuple[Any, Any]:
     """The attention over all keys from attentions over disjoint parts of them (cascades, split contexts, rings).
 
-    outs: [states, ..., dim], f32, f16 or bf16, up to three axes in the middle, dim 1 to 1024; outs[i] is the output over
-    part i.  lses: f32 [states, ...], natural logarithms of the sums of exponentials.  Any strides: the lse of
+    outs: [states, ..., dim], f32, f16 or bf16, up to three axes in the middle, dim 1 to 1024; outs[i] is of part i.
+    lses: f32 [states, ...], natural logarithms of the sums of exponentials.  Any strides: the lse of
     `cki.attention`, [batch, heads, queries], becomes [batch, queries, heads] by a transposed view.
     out, lse_out: where to write.
 
     Returns (out [..., dim], lse [...]):  lse = ln sum_i exp(lses[i]),  out = sum_i exp(lses[i] - lse) outs[i].
 
-    A state with lse -inf saw no key and has no influence, whatever its output holds; a row without any other gives 0 and
-    -inf.  Sums are fp32.  Raises InvalidArgumentError or InvalidTypeError before any launch, with every rule broken.
+    A state with lse -inf saw no key and has no influence, whatever its output holds; a row of such states only gives 0,
+    and lse -inf.  Sums are fp32.  Raises InvalidArgumentError or InvalidTypeError before any launch.
     Section 3.1 of Juravsky et al. 2024, arXiv 2402.05099.
     """
     result: tuple[Any, Any] = call(MERGE_STATES, (outs, lses), (), (out, lse_out), stream)
@@ -46,14 +48,18 @@ def _check(problem: Problem) -> None:
     if lses.dtype != dtypes.f32:
         problem.reject(f"lses is {lses.dtype}", "lses of f32")
     if not 2 <= outs.ndim <= _ROW_AXES + 2:
-        problem.reject(f"outs has shape {outs.shape}", "outs of shape [states, ..., dim] with up to 3 axes in the middle")
+        problem.reject(
+            f"outs has shape {outs.shape}", "outs of shape [states, ..., dim] with up to 3 axes in the middle"
+        )
         return
     if outs.shape[0] == 0:
         problem.reject(f"outs has shape {outs.shape}: no state", "at least one state")
     if not 1 <= outs.shape[-1] <= _MAX_DIM:
         problem.reject(f"outs has shape {outs.shape}", f"a last axis of 1 to {_MAX_DIM}")
     if lses.shape != outs.shape[:-1]:
-        problem.reject(f"lses has shape {lses.shape}, outs has shape {outs.shape}", f"lses of shape {outs.shape[:-1]}")
+        problem.reject(
+            f"lses has shape {lses.shape}, outs has shape {outs.shape}", f"lses of shape {outs.shape[:-1]}"
+        )
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
@@ -93,14 +99,18 @@ def plan_merge_states(outs: Operand, lses: Operand, out: Operand, lse: Operand) 
     size = _vector_size((outs, out))
     blocks = -(-rows * (dim // size) // _THREADS)
     if blocks >= 2**31:
-        raise UnsupportedError(f"merge_states: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "fewer rows")
+        raise UnsupportedError(
+            f"merge_states: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "fewer rows"
+        )
     arguments: tuple[ArgumentValue, ...] = (
         outs, lses, out, lse, outs.shape[0], rows, extents[1], extents[2],
         outs.strides[0], *_three(outs.strides[1:-1]), outs.strides[-1], lses.strides[0], *_three(lses.strides[1:]),
         *_three(out.strides[:-1]), out.strides[-1], *_three(lse.strides),
     )  # fmt: skip
     reason = f"{outs.shape[0]} states, {rows} rows of {dim}, {size} elements a thread"
-    return (Step(merge_kernel(outs.dtype, dim, size), (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),)
+    return (
+        Step(merge_kernel(outs.dtype, dim, size), (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),
+    )
 
 
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
@@ -120,4 +130,8 @@ MERGE_STATES = OpSpec(
 
 def representative_specs(arch: str) -> list[KernelSpec]:
     """Kernels that stand for all: types, vector sizes."""
-    return [merge_kernel(dtypes.bf16, 128, 8), merge_kernel(dtypes.f32, 128, 4), merge_kernel(dtypes.f16, 7, 1)]
+    return [
+        merge_kernel(dtypes.bf16, 128, 8),
+        merge_kernel(dtypes.f32, 128, 4),
+        merge_kernel(dtypes.f16, 7, 1),
+    ]

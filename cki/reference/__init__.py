@@ -12,6 +12,6 @@ from cki.reference.paged import merge_states
 
 # Where a function and its module share a name (attention, linear), these imports leave the function.
 __all__ = [
-    "attention", "embed_tokens", "encoder_layer", "fused_attention", "layer_norm", "linear", "mean_pool", "merge_states",
-    "rms_norm",
+    "attention", "embed_tokens", "encoder_layer", "fused_attention", "layer_norm", "linear", "mean_pool",
+    "merge_states", "rms_norm",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ using namespace cki;
 
 constexpr int kPieces = kDim / kVectorSize;  // threads of a row
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
     merge_states(const Element* __restrict__ outs, const float* __restrict__ lses, Element* out, float* lse, int states,
                  i64 rows, int extent1, int extent2,                                                    //
                  i64 outs_state, i64 outs_stride0, i64 outs_stride1, i64 outs_stride2, i64 outs_step,  //

@@ -34,7 +34,8 @@ def check(device, outs, lses):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("count", "rows", "dim"), [(1, (3,), 8), (2, (5, 3), 64), (7, (2, 3, 5), 20), (3, (4, 2), 7), (40, (9,), 128)]
+    ("count", "rows", "dim"),
+    [(1, (3,), 8), (2, (5, 3), 64), (7, (2, 3, 5), 20), (3, (4, 2), 7), (40, (9,), 128)],
 )
 def test_any_number_of_states(device, dtype, count, rows, dim):
     check(device, *states(count, rows, dim, DTYPES[dtype]))
