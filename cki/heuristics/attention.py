@@ -84,8 +84,14 @@ def _candidates(widest: int, itemsize: int, plain: bool) -> tuple[AttentionTiles
         return AttentionTiles(4, 2 if plain else 1, 64), AttentionTiles(4, 1, 32)
     if widest <= 128:
         return AttentionTiles(4, 2, 32) if plain else AttentionTiles(4, 1, 64), AttentionTiles(4, 1, 32)
-    small = AttentionTiles(8, 1, 32), AttentionTiles(4, 1, 32), AttentionTiles(4, 1, 16)
-    return (AttentionTiles(8, 1, 64), *small) if plain else small
+    if plain:
+        return (
+            AttentionTiles(8, 1, 64),
+            AttentionTiles(8, 1, 32),
+            AttentionTiles(4, 1, 32),
+            AttentionTiles(4, 1, 16),
+        )
+    return AttentionTiles(8, 1, 32), AttentionTiles(4, 1, 16)
 
 
 def _fewer_rows(tiles: AttentionTiles, rows: int) -> AttentionTiles:
