@@ -17,6 +17,7 @@ from cki import dtypes
 from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
+from cki.ops.match import Guard
 from cki.tensor import DeviceId, TensorView
 
 
@@ -29,6 +30,24 @@ class CupyAdapter(Adapter):
         data = tensor.data
         pointer = data.ptr
         return pointer, (tensor.shape, tensor.strides, tensor.dtype, data.device_id, ALIGNMENT[pointer & 15])
+
+    def guard(self, tensor: cupy.ndarray, trusted: bool = False) -> Guard | None:
+        if not tensor.size or tensor.data.ptr & 15:
+            return None
+        conditions = [
+            "{t}.shape == {shape}",
+            "{t}.dtype == {dtype}",
+            "{t}.strides == {strides}",
+            "not {p} & 15",
+        ]
+        conditions.append("{t}.data.device_id == {device}")
+        if not trusted:
+            conditions.append("{t}.__class__ is {cls}")
+        constants = {
+            "shape": tensor.shape, "dtype": tensor.dtype, "device": tensor.data.device_id, "strides": tensor.strides,
+            "cls": type(tensor),
+        }  # fmt: skip
+        return Guard("{t}.data.ptr", tuple(conditions), constants)
 
     def check(self, tensor: cupy.ndarray, name: str = "tensor", output: bool = False) -> list[str]:
         problems = []

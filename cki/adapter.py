@@ -26,14 +26,18 @@ The order of a call:
 
 from __future__ import annotations
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.tensor import DeviceId, TensorView, contiguous_strides
+
+if TYPE_CHECKING:
+    from cki.ops.match import Guard
 
 #: Bytes (at most 16) that divide an address, by its low four bits.
 ALIGNMENT = (16, 1, 2, 1, 4, 1, 2, 1, 8, 1, 2, 1, 4, 1, 2, 1)
@@ -57,6 +61,11 @@ class Adapter(ABC):
         The key differs between frameworks: plans are cached a framework (or key on `adapter.name` as well).
         """
 
+    def guard(self, tensor: Any, trusted: bool = False) -> Guard | None:
+        """How to recognise tensors of this one's signature in straight-line code (`cki.ops.match`), or None where only
+        the signature tells.  trusted: leave out what only decides whether a tensor is refused."""
+        return None
+
     @abstractmethod
     def check(self, tensor: Any, name: str = "tensor", output: bool = False) -> list[str]:
         """Every reason why this tensor cannot be used, each a sentence that names the argument `name`.
@@ -76,6 +85,10 @@ class Adapter(ABC):
         memory is then safe to use on it.  Aligned to 64 bytes on the CPU and 256 on a GPU.
         """
 
+    def allocator(self, shape: tuple[int, ...], dtype: DType) -> Callable[[Any], Any]:
+        """`empty` for one kind of output on the current stream: a function of `like`."""
+        return lambda like: self.empty(shape, dtype, like)
+
     @abstractmethod
     def pointer(self, output: Any) -> int:
         """The address of what `empty` returned."""
@@ -83,6 +96,10 @@ class Adapter(ABC):
     @abstractmethod
     def stream(self, device_index: int) -> int:
         """Handle of the caller's current stream on a GPU (0: the legacy default stream; also 0 on the CPU)."""
+
+    def stream_reader(self, device_index: int) -> Callable[[], int]:
+        """`stream` of one device, as a function that may be kept.  device_index: -1 for the CPU."""
+        return (lambda: 0) if device_index < 0 else functools.partial(self.stream, device_index)
 
     def begin(self, names: Sequence[str], tensors: Sequence[Any], stream: int | None = None) -> list[Any]:
         """Indirect adapters: check the tensors and make views of them, in stream order before the launch.

@@ -83,7 +83,8 @@ def from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:
     found = _BY_DLPACK.get((code, bits)) if lanes == 1 else None
     if found is None:
         raise InvalidTypeError(
-            f"DLPack element type code {code}, {bits} bits, {lanes} lanes has no kernels", hint=f"one of {known_names()}"
+            f"DLPack element type code {code}, {bits} bits, {lanes} lanes has no kernels",
+            hint=f"one of {known_names()}",
         )
     return found
 

@@ -2,9 +2,9 @@
 
 The first call with a problem checks, plans and compiles (`cki.ops.bind`, `cki.launch`).  What it found is kept under
 a key of all that the plan depends on: the operation, the attributes, and each tensor's shape, strides, dtype, device
-and alignment as its adapter's `signature` gives them.  A later call computes that key, allocates the outputs with the
-caller's framework and launches; it makes no view and checks no rule again, except that outputs and inputs do not
-overlap, which depends on addresses.
+and alignment as its adapter's `signature` gives them.  A later call finds it, allocates the outputs with the caller's
+framework and launches; it makes no view and checks no rule again, except that outputs and inputs do not overlap, which
+depends on addresses.  The last few problems of an operation are recognised without the key (`cki.ops.match`).
 
 Temporary memory is allocated by the caller's framework for each call and dropped after the launch: the framework's
 allocator reuses it in stream order.  Under `cki.capture` it is kept with the graph, as a graph's addresses are fixed.
@@ -19,14 +19,19 @@ from cki.adapter import BY_TYPE, Adapter, common_adapter, require_valid, stream_
 from cki.device import _current
 from cki.ops.bind import bind, out_arguments, require_inputs
 from cki.ops.entry import Entry
+from cki.ops.match import Matcher
 from cki.ops.spec import OpSpec
 
 #: Remembered problems; at the limit the oldest half goes.  An entry takes a few kilobytes.
 _ENTRY_LIMIT = 4096
+#: Problems of one operation that are tried before the key is computed.
+_RECENT_LIMIT = 8
 
 
 _entries: dict[tuple[Any, ...], Entry] = {}
-_trim_lock = threading.Lock()
+# By operation: attributes, device choice, and the entry's recogniser.  Tuples are replaced, never changed.
+_recent: dict[str, tuple[tuple[tuple[Any, ...], Any, Matcher, Entry], ...]] = {}
+_write_lock = threading.Lock()
 
 
 def call(
@@ -45,12 +50,18 @@ def call(
     Returns the one output, or a tuple of all, in the caller's type.  Raises InvalidTypeError, InvalidArgumentError,
     DeviceError, UnsupportedError or CompileError before anything is launched, LaunchError when the driver refuses.
     """
-    if stream.__class__ is PlanRequest:
+    tensors = inputs + outs
+    if stream is None:
+        for known_attributes, choice, match, entry in _recent.get(spec.name, ()):
+            if known_attributes == attributes and choice is _current.get():
+                pointers = match(tensors)
+                if pointers is not None:
+                    return entry.run_matched(pointers, inputs[0], outs)
+    elif stream.__class__ is PlanRequest:
         raise Planned(spec, inputs, attributes, outs)
     adapter = BY_TYPE.get(type(inputs[0]))
     if adapter is None or not adapter.direct:
         adapter = common_adapter_of(spec, inputs, outs)
-    tensors = inputs + outs
     if not adapter.direct:
         require_valid(adapter, out_arguments(spec), outs, output=True)
         handle = None if stream is None else stream_handle(stream)
@@ -58,7 +69,20 @@ def call(
     entry, pointers = find_entry(spec, adapter, tensors, attributes)
     if entry.overlaps:
         entry.check_overlap(pointers)
+    _remember(entry, tensors, attributes)
     return entry.run(pointers, tensors, outs, stream)
+
+
+def _remember(entry: Entry, tensors: tuple[Any, ...], attributes: tuple[Any, ...]) -> None:
+    """Try this problem first from now on, if its tensors can be recognised."""
+    name, choice = entry.spec.name, _current.get()
+    if not entry.adapter.direct or any(known is entry for *_, known in _recent.get(name, ())):
+        return
+    match = entry.recogniser(tensors)
+    if match is None:
+        return
+    with _write_lock:
+        _recent[name] = ((attributes, choice, match, entry), *_recent.get(name, ()))[:_RECENT_LIMIT]
 
 
 def tensor_names(spec: OpSpec) -> list[str]:
@@ -109,7 +133,7 @@ def _new_entry(
     )
     key[3] = tuple(tuple(value) if isinstance(value, list) else value for value in attributes)
     if len(_entries) >= _ENTRY_LIMIT:
-        with _trim_lock:
+        with _write_lock:
             for old in list(_entries)[: _ENTRY_LIMIT // 2]:
                 _entries.pop(old, None)
     _entries[tuple(key)] = entry

@@ -12,6 +12,7 @@ from cki.dtypes import DType, u8
 from cki.errors import InvalidArgumentError
 from cki.launch import Executable, prepare
 from cki.ops.bind import Bound, out_arguments
+from cki.ops.match import Matcher, matcher
 from cki.ops.overlap import OverlapRule, byte_range, overlap_rule
 from cki.ops.spec import OpSpec
 from cki.tensor import DeviceId
@@ -29,9 +30,9 @@ class Entry:
     """
 
     __slots__ = (
-        "_captured_workspaces", "_keeps_captured_workspaces", "_stream_index", "_stream_of",
-        "_workspace_nbytes", "_workspace_offsets", "adapter", "device_id", "executable", "new_outputs", "order",
-        "overlaps", "spec",
+        "_allocate", "_captured_workspaces", "_is_plain", "_keeps_captured_workspaces", "_recogniser", "_stream_index",
+        "_workspace_nbytes", "_workspace_offsets", "adapter", "current_stream", "device_id", "executable",
+        "new_outputs", "order", "overlaps", "spec",
     )  # fmt: skip
 
     def __init__(self, spec: OpSpec, adapter: Adapter, bound: Bound, given: Sequence[str]) -> None:
@@ -68,7 +69,8 @@ class Entry:
             sizes += [nbytes for _, nbytes in bound.plan.workspace]
             self._place_workspace([nbytes for _, nbytes in bound.plan.workspace])
             self.executable = prepare(bound.plan, bound.device, names, sizes)
-        self._stream_of = adapter.stream
+        #: The framework's current stream on this problem's device.
+        self.current_stream = adapter.stream_reader(self._stream_index)
         self.overlaps = tuple(
             (rule.output, rule.other, *rule.output_bytes, *rule.other_bytes, rule)
             for rule in _overlap_rules(spec, bound, position, argument_of)
@@ -77,6 +79,15 @@ class Entry:
         # caller captures by other means than cki.capture, it is kept here for good.
         self._keeps_captured_workspaces = not is_sim and adapter.name != "torch"
         self._captured_workspaces: list[Any] = []
+        self._recogniser: Matcher | None = None
+        # One output and no workspace: what most calls are.
+        self._is_plain = (
+            adapter.direct
+            and self.executable is not None
+            and not self._workspace_nbytes
+            and len(self.order) == 1
+        )
+        self._allocate = adapter.allocator(*self.new_outputs[0]) if len(self.new_outputs) == 1 else None
 
     def _place_workspace(self, sizes: Sequence[int]) -> None:
         """One allocation holds all slots, each 256-byte aligned whatever the allocator's alignment."""
@@ -91,10 +102,6 @@ class Entry:
     def has_workspace(self) -> bool:
         """Whether each call allocates temporary memory."""
         return self._workspace_nbytes > 0
-
-    def current_stream(self) -> int:
-        """The framework's current stream on this problem's device."""
-        return self._stream_of(self._stream_index) if self._stream_index >= 0 else 0
 
     def check_overlap(self, pointers: list[int]) -> None:
         """Raise InvalidArgumentError when an output lies over another tensor of the call."""
@@ -115,7 +122,7 @@ class Entry:
         adapter = self.adapter
         if stream is None:
             named = None
-            handle = adapter.stream(self._stream_index) if self._stream_index >= 0 else 0
+            handle = self.current_stream()
         else:
             named = handle = stream_handle(stream)
         new = []
@@ -139,6 +146,29 @@ class Entry:
             is_given, index = order[0]
             return outs[index] if is_given else new[index]
         return tuple(outs[index] if is_given else new[index] for is_given, index in order)
+
+    def recogniser(self, tensors: Sequence[Any]) -> Matcher | None:
+        """The function that finds the addresses of tensors like these, which are this problem's, or None."""
+        if self._recogniser is None:
+            guards = [None if tensor is None else self.adapter.guard(tensor) for tensor in tensors]
+            if all(guard is not None for guard, tensor in zip(guards, tensors) if tensor is not None):
+                self._recogniser = matcher(guards)
+        return self._recogniser
+
+    def run_matched(self, pointers: list[int], like: Any, outs: Sequence[Any]) -> Any:
+        """`run` on the current stream, for tensors that were recognised: less to find out."""
+        if self.overlaps:
+            self.check_overlap(pointers)
+        if not self._is_plain or capture_state.active:
+            return self.run(pointers, (like,), outs, None)
+        if self._allocate is None:
+            output = outs[self.order[0][1]]
+        else:
+            output = self._allocate(like)
+            pointers.append(self.adapter.pointer(output))
+        assert self.executable is not None
+        self.executable.launch(pointers, self.current_stream())
+        return output
 
     def _add_workspace(self, pointers: list[int], like: Any, named: int | None, handle: int) -> Any:
         workspace = self.adapter.empty((self._workspace_nbytes,), u8, like, named)

@@ -11,17 +11,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cki import capture_state
-from cki.adapter import ALIGNMENT, BY_TYPE, Adapter, type_name
+from cki.adapter import BY_TYPE, Adapter, type_name
 from cki.errors import InvalidArgumentError
 from cki.ops.call import Planned, PlanRequest, common_adapter_of, find_entry, tensor_names
 from cki.ops.entry import Entry
-
-#: Tensors -> their addresses, or None when one of them does not match the examples.
-Reader = Callable[[Sequence[Any]], "list[int] | None"]
+from cki.ops.match import Matcher, matcher
 
 
 class HeldPlan:
     """A checked, planned and compiled problem.  Made by `hold`; may be called from several threads."""
+
+    __slots__ = (
+        "_current_stream",
+        "_entry",
+        "_keys",
+        "_launch",
+        "_match",
+        "_names",
+        "_num_inputs",
+        "_num_outs",
+    )
 
     def __init__(self, entry: Entry, names: Sequence[str], examples: Sequence[Any], num_inputs: int) -> None:
         """names, examples: of the tensors that are given, inputs first, then outputs."""
@@ -30,12 +39,16 @@ class HeldPlan:
         self._keys = tuple(entry.adapter.signature(example)[1] for example in examples)
         self._num_inputs = num_inputs
         self._num_outs = len(self._names) - num_inputs
-        self._read = (
-            _torch_reader(examples) if entry.adapter.name == "torch" else _reader(entry.adapter, self._keys)
-        )
-        # With every output given, a call is nothing but the launch.
+        self._match = _recogniser(entry.adapter, examples, self._keys)
+        self._current_stream = entry.current_stream
+        # With the one output given, a call is nothing but the launch.
         self._launch: Callable[[Sequence[int], int], None] | None = None
-        if entry.executable is not None and not entry.new_outputs and not entry.has_workspace:
+        if (
+            entry.executable is not None
+            and not entry.new_outputs
+            and self._num_outs == 1
+            and not entry.has_workspace
+        ):
             self._launch = entry.executable.launch
 
     def __call__(self, *inputs: Any, out: Any = None, stream: Any = None) -> Any:
@@ -46,6 +59,11 @@ class HeldPlan:
 
         Raises InvalidArgumentError when a tensor does not match.
         """
+        if self._launch is not None and stream is None and not capture_state.active:
+            pointers = self._match((*inputs, out))
+            if pointers is not None:
+                self._launch(pointers, self._current_stream())
+                return out
         outs = () if out is None else out if type(out) is tuple else (out,)
         tensors = inputs + outs
         entry = self._entry
@@ -54,12 +72,9 @@ class HeldPlan:
                 f"{entry.spec.name}: a held plan of {self._num_inputs} inputs and {self._num_outs} outputs was given "
                 f"{len(inputs)} and {len(outs)}"
             )
-        pointers = self._read(tensors)
+        pointers = self._match(tensors)
         if pointers is None:
             raise self._refusal(tensors)
-        if self._launch is not None and stream is None and not capture_state.active:
-            self._launch(pointers, entry.current_stream())
-            return out
         return entry.run(pointers, inputs, outs, stream)
 
     def _refusal(self, tensors: Sequence[Any]) -> InvalidArgumentError:
@@ -79,46 +94,18 @@ class HeldPlan:
         )
 
 
-def _reader(adapter: Adapter, keys: Sequence[Any]) -> Reader:
-    """Compares whole signatures."""
+def _recogniser(adapter: Adapter, examples: Sequence[Any], keys: Sequence[Any]) -> Matcher:
+    guards = [adapter.guard(example, trusted=True) for example in examples]
+    if None not in guards:
+        return matcher(guards)
 
     def read(tensors: Sequence[Any]) -> list[int] | None:
         pointers = []
         for tensor, key in zip(tensors, keys):
+            if BY_TYPE.get(type(tensor)) is not adapter:
+                return None
             pointer, found = adapter.signature(tensor)
             if found != key:
-                return None
-            pointers.append(pointer)
-        return pointers
-
-    return read
-
-
-def _torch_reader(examples: Sequence[Any]) -> Reader:
-    """The same for torch in two thirds of the time: contiguity, where the example has it, stands for the strides."""
-    expected = [
-        # An address must be a multiple of what divides the example's, up to 16.
-        (
-            t.shape,
-            t.dtype,
-            t.get_device(),
-            None if t.is_contiguous() else t.stride(),
-            ALIGNMENT[t.data_ptr() & 15] - 1,
-        )
-        for t in examples
-    ]
-
-    def read(tensors: Sequence[Any]) -> list[int] | None:
-        pointers = []
-        for tensor, (shape, dtype, device, strides, mask) in zip(tensors, expected):
-            pointer = tensor.data_ptr()
-            if (
-                tensor.shape != shape
-                or tensor.dtype is not dtype
-                or tensor.get_device() != device
-                or not (tensor.is_contiguous() if strides is None else tensor.stride() == strides)
-                or pointer & mask
-            ):
                 return None
             pointers.append(pointer)
         return pointers

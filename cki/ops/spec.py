@@ -17,10 +17,11 @@ from cki.plan import Plan
 
 
 class Input(NamedTuple):
-    """A tensor argument."""
+    """A tensor argument.  written: the operation writes into it too (a cache), so a read-only one is refused."""
 
     name: str
     optional: bool = False
+    written: bool = False
 
 
 class Attribute(NamedTuple):
@@ -66,7 +67,7 @@ class Problem:
         return self.attributes[name]
 
     def reject(self, violation: str, hint: str = "") -> None:
-        """Note one violated rule, e.g. `reject("weight has shape (3,), x's last axis is 4", "weight of shape (4,)")`."""
+        """Note one violated rule: `reject("weight has shape (3,), x's last axis is 4", "weight of shape (4,)")`."""
         self.violations.append(violation)
         if hint and hint not in self.hints:
             self.hints.append(hint)

@@ -1,0 +1,114 @@
+"""Recognising tensors without their key: what a matcher accepts, and that it never accepts what the key tells apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cki
+from cki.adapter import adapter_of
+from cki.ops import call as call_module
+from cki.ops.match import Guard, matcher
+
+torch = pytest.importorskip("torch")
+
+
+def torch_matcher(*examples, trusted=False):
+    return matcher([None if t is None else adapter_of(t).guard(t, trusted) for t in examples])
+
+
+@pytest.mark.torch
+def test_the_same_kind_of_tensor_gives_its_addresses():
+    x, w = torch.randn(4, 8), torch.randn(8)
+    match = torch_matcher(x, w, None)
+    assert match((x, w, None)) == [x.data_ptr(), w.data_ptr()]
+    other = torch.randn(4, 8)
+    assert match((other, w, None)) == [other.data_ptr(), w.data_ptr()]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x[:3], lambda x: x.double(), lambda x: x.t().contiguous().t(), lambda x: None, lambda x: x.numpy(),
+        lambda x: x.to_sparse(), lambda x: torch.nn.Parameter(x), lambda x: x.clone().requires_grad_(),
+        lambda x: x._neg_view(),
+        lambda x: torch.randn(33)[1:].view(4, 8), lambda x: x.to("meta"), lambda x: [1.0],
+    ],
+)  # fmt: skip
+def test_another_kind_is_not_recognised(other):
+    x = torch.randn(4, 8)
+    assert torch_matcher(x)((other(x),)) is None
+
+
+@pytest.mark.torch
+def test_a_tensor_where_none_was_and_another_number():
+    x = torch.randn(4, 8)
+    assert torch_matcher(x, None)((x, x)) is None
+    assert torch_matcher(x)((x, x)) is None
+
+
+@pytest.mark.torch
+def test_strided_examples_match_by_strides():
+    x = torch.randn(8, 4).t()
+    match = torch_matcher(x)
+    assert match((torch.randn(8, 4).t(),)) is not None
+    assert match((torch.randn(4, 8),)) is None
+
+
+@pytest.mark.torch
+def test_parameters_are_recognised_where_no_gradient_is_recorded():
+    weight = torch.nn.Parameter(torch.randn(8))
+    with torch.no_grad():
+        match = torch_matcher(weight)
+        assert match((weight,)) == [weight.data_ptr()]
+    assert match((weight,)) is None
+
+
+@pytest.mark.torch
+def test_unaligned_and_empty_tensors_have_no_guard():
+    assert adapter_of(torch.randn(9)).guard(torch.randn(9)[1:]) is None
+    assert adapter_of(torch.randn(9)).guard(torch.randn(0, 4)) is None
+
+
+def test_an_error_that_is_not_foreseen_is_not_hidden():
+    match = matcher([Guard("{t}.address()", ("{t}.shape == {shape}",), {"shape": (2,)})])
+    with pytest.raises(TypeError):
+        match((type("T", (), {"address": 3, "shape": (2,)})(),))
+
+
+@pytest.mark.torch
+def test_recent_problems_are_found_again_and_give_the_same_bits(monkeypatch):
+    """Alternating shapes, attributes, devices' choices and outputs: each call gets its own problem."""
+    searched = []
+    find_entry = call_module.find_entry
+    monkeypatch.setattr(call_module, "find_entry", lambda *a: searched.append(a) or find_entry(*a))
+    x = [torch.randn(3, 24), torch.randn(5, 24), torch.randn(3, 24, dtype=torch.float64).float()[:, :16]]
+    with cki.device("sim"):
+        first = [cki.rms_norm(t, eps=eps) for t in x for eps in (1e-6, 0.5)]
+        del searched[:]
+        again = [cki.rms_norm(t, eps=eps) for t in x for eps in (1e-6, 0.5)]
+        assert not searched
+        assert all(torch.equal(a, b) for a, b in zip(first, again))
+        assert not torch.equal(first[0], first[1])
+        out = torch.empty(3, 24)
+        assert cki.rms_norm(x[0], out=out) is out
+        assert cki.rms_norm(x[0], out=out) is out and torch.equal(out, first[0])
+
+
+@pytest.mark.torch
+def test_a_recognised_call_still_refuses_overlap():
+    memory = torch.randn(6, 24)
+    with cki.device("sim"):
+        out = torch.empty(3, 24)
+        for _ in range(2):
+            cki.linear(memory[:3], torch.eye(24), out=out)
+        with pytest.raises(cki.CkiError, match="out shares memory with x"):
+            cki.linear(memory[:3], torch.eye(24), out=memory[1:4])
+
+
+def test_numpy_calls_go_by_key():
+    x = np.ones((2, 8), np.float32)
+    with cki.device("sim"):
+        assert np.array_equal(cki.rms_norm(x), cki.rms_norm(x))
+    assert adapter_of(x).guard(x) is None
