@@ -60,7 +60,8 @@ def bind(
     input_names = [item.name for item in spec.inputs]
     out_names = out_arguments(spec)[: len(outs)]
     tensors = dict(zip([*input_names, *out_names], [*inputs, *outs]))
-    device, views = _readable(spec, adapter, tensors, set(out_names), attributes)
+    written = {*out_names, *(item.name for item in spec.inputs if item.written)}
+    device, views = _readable(spec, adapter, tensors, written, attributes)
 
     values, problems = _attribute_values(spec, attributes)
     operands = {name: _operand(name, views[name]) if name in views else None for name in input_names}
@@ -80,7 +81,7 @@ def bind(
         )
 
     plan = None
-    if any(math.prod(output.shape) for output in outputs.values()):
+    if not outputs or any(math.prod(output.shape) for output in outputs.values()):
         alignment = _OUTPUT_ALIGNMENT[device.kind]
         plan = spec.plan(problem, {
             name: _operand(name, given[name]) if name in given else dense(name, o.shape, o.dtype, alignment=alignment)
