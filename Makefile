@@ -26,7 +26,7 @@ demo: $(VENV)/.demo ## embed sentences with all-MiniLM-L6-v2 through CKI's kerne
 	@$(BIN)/python -m cki demo $(DEMO_ARGS)
 
 test: $(VENV)/.test ## every test that needs no GPU, with torch, TensorFlow and JAX (CPU builds)
-	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-gpu: ## the tests that need a GPU, with the machine's own $(GPU_PYTHON); installs nothing
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
