@@ -20,6 +20,7 @@ FAMILIES = {
     "encoder": "cki.ops.encoder",
     "embedding": "cki.ops.embedding",
     "merge": "cki.ops.merge",
+    "rope": "cki.ops.rope",
 }
 
 

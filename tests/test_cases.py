@@ -19,7 +19,9 @@ import cki
 from tests import cases
 from tests.conftest import DeviceUnderTest
 
-COVERED_OPERATIONS = ("attention", "layer_norm", "rms_norm", "add_rms_norm", "merge_states")
+COVERED_OPERATIONS = (
+    "attention", "layer_norm", "rms_norm", "add_rms_norm", "merge_states", "append_kv", "fp8_quantize", "rope",
+)  # fmt: skip
 
 #: Cases of operations still to come, by operation.
 LATER_OPERATIONS = {
@@ -34,9 +36,6 @@ LATER_OPERATIONS = {
         "paged_graph_replay_new_lengths", "paged_fp8_kv_scales_both_used", "error_seq_len_beyond_table",
         "error_index_dtype",
     ),
-    "append_kv": ("append_crosses_page_boundary", "append_negative_slot_is_skipped"),
-    "fp8_quantize": ("fp8_e4m3_saturation_and_ties", "fp8_e4m3_all_codes_round_trip"),
-    "rope": ("rope_neox", "rope_interleaved", "rope_ragged_positions_and_gqa_view", "error_odd_rotary_dim"),
     "swiglu": ("swiglu_gate_first", "swiglu_up_first", "swiglu_interleaved", "error_odd_gate_up_width"),
     "geglu": ("geglu_erf", "geglu_tanh"),
 }  # fmt: skip
@@ -95,6 +94,16 @@ def place(device: DeviceUnderTest, values: Any, dtype: Any, layout: dict[str, An
     return as_strided(flat, shape, tuple(stride * flat.itemsize for stride in strides))
 
 
+def quantized(device: DeviceUnderTest, x: Any) -> Any:
+    """x [n] as e4m3 codes of scale 1: appended to a cache of one slot as the only head of one token."""
+    shape = (1, 1, x.shape[0])
+    codes = [device.array(np.zeros((1, *shape), ml_dtypes.float8_e4m3fn)) for _ in range(2)]
+    scale, slot = device.array(np.ones(1, np.float32)), device.array(np.zeros(1, np.int64))
+    cki.append_kv(x.reshape(shape), x.reshape(shape), (*codes, scale, scale), slot)
+    assert np.array_equal(device.numpy(codes[0]).view(np.uint8), device.numpy(codes[1]).view(np.uint8))
+    return codes[0]
+
+
 def run_case(
     device: DeviceUnderTest, case: cases.Case, inputs: dict[str, Any], dtype: str
 ) -> dict[str, np.ndarray]:
@@ -116,6 +125,15 @@ def run_case(
     elif case.op == "merge_states":
         out, lse = cki.merge_states(tensors["o"], tensors["lse"])
         results = {"out": out, "lse": lse}
+    elif case.op == "append_kv":
+        cache = (tensors["k_pages"], tensors["v_pages"])
+        cki.append_kv(tensors["k_new"], tensors["v_new"], cache, tensors["slots"])
+        results = {"k_pages": cache[0], "v_pages": cache[1]}
+    elif case.op == "fp8_quantize":
+        codes = quantized(device, tensors["x"])
+        return {"codes": device.numpy(codes).reshape(-1).view(np.uint8).astype(np.float64)}
+    elif case.op == "rope":
+        results = {"out": cki.apply_rope(**tensors, **params)}
     elif case.op == "layer_norm":
         results = {"out": cki.layer_norm(**tensors, **params)}
     elif case.op == "rms_norm":
