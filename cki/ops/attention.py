@@ -14,8 +14,10 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import AttentionTiles, choose_tiles, heads_per_block, padded
+from cki.heuristics.attention_hopper import HopperTiles
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
+from cki.ops.attention_hopper import plan_hopper
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
@@ -253,12 +255,13 @@ def plan_attention(
     sinks: Operand | None = None,
     alibi_slopes: Operand | None = None,
     lse: Operand | None = None,
-    tiles: AttentionTiles | None = None,
+    tiles: AttentionTiles | HopperTiles | None = None,
 ) -> tuple[Step, ...]:
     """The launch that computes `attention` on operands; none for an empty output.
 
     Arguments are those of `attention`, already checked.  lse: row-major f32 [batch, heads, queries], or None.
-    tiles: instead of the heuristics' choice (benchmarks).
+    tiles: instead of the heuristics' choice (benchmarks).  HopperTiles select the Hopper kernel, which heuristics do
+    not select yet; its dynamic schedule needs the workspace that `attention_hopper.workspace_of(steps)` names.
     """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
@@ -273,21 +276,13 @@ def plan_attention(
     if tiles is None:
         plain = not scale_first and mask is None and window[0] < 0
         tiles = choose_tiles(queries * pack, padded(head_dim), padded(value_dim), itemsize, plain, device)
-    blocks = -(-queries * pack // tiles.block_rows) * (heads // pack) * batch
-    if blocks >= 2**31:
-        raise UnsupportedError(
-            f"attention: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "a smaller batch"
-        )
-    pair_store = out.strides[3] == 1 and value_dim % 2 == 0 and out.is_aligned(2 * itemsize)
-    kernel = kernel_spec(
-        "attention/attention.cu", "attention", _PARAMS, max_registers=tiles.registers,
-        Element=q.dtype, BiasElement=dtypes.f32 if bias is None else bias.dtype,
-        kHeadDim=padded(head_dim), kValueDim=padded(value_dim),
-        kWarps=tiles.warps, kRowTiles=tiles.row_tiles, kBlockKeys=tiles.block_keys, kMinBlocks=tiles.min_blocks,
-        kCopyBytes=_copy_bytes(q, k, v), kPairStore=pair_store, kPackHeads=pack > 1,
-        kLimitLeft=left is not None, kLimitRight=right is not None, kSoftcap=softcap > 0,
-        kAlibi=alibi_slopes is not None, kBias=bias is not None, kMask=mask is not None, kScaleFirst=scale_first,
-    )  # fmt: skip
+    features: dict[str, Any] = {
+        "Element": q.dtype, "BiasElement": dtypes.f32 if bias is None else bias.dtype,
+        "kLimitLeft": left is not None, "kLimitRight": right is not None, "kSoftcap": softcap > 0,
+        "kAlibi": alibi_slopes is not None, "kBias": bias is not None, "kMask": mask is not None,
+        "kScaleFirst": scale_first,
+        "kPairStore": out.strides[3] == 1 and value_dim % 2 == 0 and out.is_aligned(2 * itemsize),
+    }  # fmt: skip
     optional: tuple[ArgumentValue, ...] = tuple(
         NullPointer() if tensor is None else tensor for tensor in (lse, bias, mask, sinks, alibi_slopes)
     )
@@ -297,6 +292,19 @@ def plan_attention(
         sinks.strides[0] if sinks else 0, alibi_slopes.strides[0] if alibi_slopes else 0,
         queries, keys, heads, group, head_dim, value_dim, shift, left or 0, right or 0,
         scale, _LOG2E if scale_first else scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
+    )  # fmt: skip
+    if isinstance(tiles, HopperTiles):
+        return plan_hopper(q, k, v, out, tiles, features, args, device)
+    blocks = -(-queries * pack // tiles.block_rows) * (heads // pack) * batch
+    if blocks >= 2**31:
+        raise UnsupportedError(
+            f"attention: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "a smaller batch"
+        )
+    kernel = kernel_spec(
+        "attention/attention.cu", "attention", _PARAMS, max_registers=tiles.registers, **features,
+        kHeadDim=padded(head_dim), kValueDim=padded(value_dim),
+        kWarps=tiles.warps, kRowTiles=tiles.row_tiles, kBlockKeys=tiles.block_keys, kMinBlocks=tiles.min_blocks,
+        kCopyBytes=_copy_bytes(q, k, v), kPackHeads=pack > 1,
     )  # fmt: skip
     reason = (
         f"mma.sync, {tiles.block_rows} rows x {tiles.block_keys} keys a tile, "

@@ -1,0 +1,152 @@
+"""Tiles of the Hopper attention kernel (`cuda_src/attention/hopper/attention.cu`): pure functions of shapes and device.
+
+What weighs:
+* Rows a block: every block reads all keys and values, so more rows mean less traffic from L2; 64 rows a consumer
+  warpgroup, one to three of them.  Fewer where there are few rows, else most of a tile would be padding.
+* Registers a thread of a consumer: block_keys/2 scores, block_keys/4 packed weights, value_dim/2 output, and about 30
+  besides.  A block has 65536: 240 a thread for two consumer warpgroups, 160 for three.
+* Shared memory: the query tile and `stages` tiles of keys and values, 227 KB together.
+
+Measured on an H200 with a dense prototype of the same scheme, bf16, TFLOP/s at 8192 keys: head dimension 128 full,
+128 rows x 176 keys, ping-pong: 644; causal, 128 x 128, dynamic order: 679; head dimension 64 full, 192 x 128: 524;
+causal, 192 x 128, dynamic: 509.  128-row tiles at head dimension 64 are 10 to 15 % slower, ping-pong is worth 3 to
+5 %, the dynamic longest-first order 25 % for causal.  The kernel here has not been timed yet: `bench/attention.py
+--hopper` does, and until it has, nothing selects this kernel by itself.
+
+The number of keys a tile is the one choice that changes results (in the last bits).  It depends on head dimensions,
+limits and features, never on batch, heads or lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cki.device import DeviceInfo
+
+#: How tiles reach blocks: `Schedule` in cuda_src/attention/hopper/scheduler.cuh.
+SCHEDULES = ("single", "fixed", "dynamic")
+#: Bytes of keys and values that are to stay in L2 while all row blocks of their heads pass: half of an H200's 60 MB.
+_L2_SHARE = 2
+_REGISTER_FILE = 65536
+#: Registers of (producer, consumer) threads by the number of consumer warpgroups; 0 leaves the compiled number.
+_REGISTER_SHARES = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """consumers: warpgroups of 64 query rows each.  block_keys: keys a tile, a multiple of 16.  stages: of the rings of
+    keys and of values.  ping_pong: warpgroups take turns at starting products.  schedule: one of SCHEDULES.
+    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each)."""
+
+    consumers: int
+    block_keys: int
+    stages: int = 2
+    ping_pong: bool = True
+    schedule: str = "single"
+    blocks_per_sm: int = 1
+
+    @property
+    def block_rows(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """The consumers' and the producer's."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread at launch: what the compiler may use before setmaxnreg moves them."""
+        return min(255, _REGISTER_FILE // (self.threads * self.blocks_per_sm) // 8 * 8)
+
+    @property
+    def register_shares(self) -> tuple[int, int]:
+        """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched."""
+        if self.blocks_per_sm == 1:
+            return _REGISTER_SHARES[self.consumers]
+        return 24, min(256, (_REGISTER_FILE // self.blocks_per_sm // 128 - 24) // self.consumers // 8 * 8)
+
+    def shared_memory(self, head_dim: int, value_dim: int) -> int:
+        """Bytes: `SharedLayout` of shared_tiles.cuh.  Padded dimensions."""
+
+        def pattern(nbytes: int) -> int:
+            return -(-nbytes // 1024) * 1024
+
+        key_row = -(-head_dim * 2 // key_span(head_dim)) * key_span(head_dim)
+        tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
+        tiles += self.stages * self.block_keys * value_dim * 2
+        return tiles + 16 * (1 + 2 * self.stages + 2) + 8
+
+    def __str__(self) -> str:
+        text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
+        if self.ping_pong:
+            text += ", ping-pong"
+        return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
+
+
+def key_span(head_dim: int) -> int:
+    """Bytes of a row of a slab of queries and keys: the widest swizzle, or the whole row when that is shorter."""
+    return 128 if head_dim > 32 else 64 if head_dim > 16 else 32
+
+
+def value_span(value_dim: int) -> int:
+    """The same for values, whose slabs must divide the row: what wgmma's MN-major operands have been tested for."""
+    return next(span for span in (128, 64, 32) if value_dim * 2 % span == 0)
+
+
+def heads_per_section(kv_bytes: int, group: int, batch_heads: int, device: DeviceInfo) -> int:
+    """(batch, head) pairs whose keys and values stay in L2 together: whole groups.  kv_bytes: of one KV head."""
+    fitting = max(1, device.l2_bytes // _L2_SHARE // max(kv_bytes, 1))
+    return min(batch_heads, fitting * group)
+
+
+def choose_hopper_tiles(
+    rows: int, head_dim: int, value_dim: int, has_limits: bool, is_plain: bool, device: DeviceInfo
+) -> HopperTiles:
+    """Tiles for `rows` queries and padded head dimensions.
+
+    has_limits: causal or windowed.  is_plain: nothing but a scale and limits goes into the logits.
+    """
+    widest = max(head_dim, value_dim)
+    schedule = "dynamic" if has_limits else "fixed"
+    if widest <= 64:
+        tiles = HopperTiles(3, 128, schedule=schedule) if is_plain else HopperTiles(2, 128, schedule=schedule)
+    elif widest <= 128:
+        tiles = HopperTiles(2, 176 if is_plain and not has_limits else 128, schedule=schedule)
+    elif widest <= 192:
+        tiles = HopperTiles(2, 96, schedule=schedule)
+    else:
+        tiles = HopperTiles(2, 80 if is_plain else 64, schedule=schedule, ping_pong=False)
+    if rows <= 64 * (tiles.consumers - 1):
+        consumers = -(-rows // 64)
+        tiles = replace(tiles, consumers=consumers, ping_pong=tiles.ping_pong and consumers > 1)
+    assert tiles.shared_memory(head_dim, value_dim) <= device.shared_memory_per_block
+    return tiles
+
+
+def tuning_candidates(
+    head_dim: int, value_dim: int, has_limits: bool, device: DeviceInfo
+) -> tuple[HopperTiles, ...]:
+    """What `bench/attention.py --hopper` times for padded head dimensions: tiles, stages, turns, schedules."""
+    widest = max(head_dim, value_dim)
+    shapes: tuple[tuple[int, int, int], ...]
+    if widest <= 64:
+        shapes = ((3, 128, 2), (3, 128, 3), (2, 192, 2), (2, 128, 3), (3, 112, 2))
+    elif widest <= 96:
+        shapes = ((2, 176, 2), (2, 128, 2), (2, 144, 2))
+    elif widest <= 128:
+        shapes = ((2, 176, 2), (2, 128, 2), (2, 160, 2), (2, 144, 2))
+    elif widest <= 192:
+        shapes = ((2, 128, 2), (2, 112, 2), (2, 96, 2), (2, 80, 2))
+    else:
+        shapes = ((2, 80, 2), (2, 64, 2))
+    ordered = "dynamic" if has_limits else "fixed"
+    candidates = [HopperTiles(*shape, schedule=ordered) for shape in shapes]
+    best = candidates[0]
+    candidates += [replace(best, ping_pong=False)]
+    candidates += [replace(best, schedule=other) for other in SCHEDULES if other != ordered]
+    if widest <= 64:
+        candidates += [HopperTiles(1, 128, 2, False, schedule, 2) for schedule in ("single", ordered)]
+    return tuple(
+        c for c in candidates if c.shared_memory(head_dim, value_dim) * c.blocks_per_sm <= 227 * 1024
+    )

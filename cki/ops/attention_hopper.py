@@ -1,0 +1,135 @@
+"""Plan of the Hopper attention kernel (`cuda_src/attention/hopper/attention.cu`): tensor maps, constants, launches.
+
+`cki.ops.attention.plan_attention` comes here when its `tiles` are `HopperTiles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from cki import dtypes
+from cki.device import DeviceInfo
+from cki.errors import UnsupportedError
+from cki.heuristics.attention import padded
+from cki.heuristics.attention_hopper import (
+    SCHEDULES,
+    HopperTiles,
+    heads_per_section,
+    key_span,
+    value_span,
+)
+from cki.kernel import kernel_spec
+from cki.operand import Operand, dense
+from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
+
+#: Parameters before and after those that the generic kernel has too.
+_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "ii"
+_ARCH = "sm_90a"
+#: The workspace slot of the dynamic schedule's counter, and its bytes.
+COUNTER = ("attention_work_counter", 4)
+
+
+def hopper_obstacles(q: Operand, k: Operand, v: Operand, device: DeviceInfo) -> list[str]:
+    """Every reason why the Hopper kernel cannot compute attention over these operands; empty when it can."""
+    found = []
+    if device.arch != _ARCH:
+        found.append(f"it needs {_ARCH}, the device is {device.arch}")
+    if q.dtype not in (dtypes.f16, dtypes.bf16):
+        found.append(f"q has dtype {q.dtype}: it takes f16 and bf16")
+    if not k.shape[1]:
+        found.append("there is no key")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.strides[3] != 1 and tensor.shape[3] != 1:
+            found.append(f"{name} has stride {tensor.strides[3]} along head_dim, not 1")
+        if not tensor.is_aligned(16):
+            found.append(f"{name}'s rows do not begin at multiples of 16 bytes")
+        if any(extent > 1 and stride <= 0 for extent, stride in zip(tensor.shape[:3], tensor.strides)):
+            found.append(f"{name} has strides {tensor.strides}, which repeat or reverse an axis")
+        if any(stride * tensor.dtype.itemsize >= 1 << 40 for stride in tensor.strides):
+            found.append(f"{name} has strides {tensor.strides}, beyond 2**40 bytes")
+    return found
+
+
+def _tensor_map(tensor: Operand, rows: int, columns: int) -> TensorMapArg:
+    """Boxes of `rows` tokens x `columns` elements of one head; [batch, tokens, heads, dim] innermost first."""
+    batch, tokens, heads, dim = tensor.shape
+    itemsize = tensor.dtype.itemsize
+    # An axis of extent 1 may have any stride, also one that a tensor map does not take.
+    strides = tuple(tensor.strides[axis] * itemsize if tensor.shape[axis] > 1 else 16 for axis in (1, 2, 0))
+    return TensorMapArg(
+        tensor, (dim, tokens, heads, batch), strides, (columns, rows, 1, 1), columns * itemsize
+    )
+
+
+def plan_hopper(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    out: Operand,
+    tiles: HopperTiles,
+    features: Mapping[str, Any],
+    arguments: tuple[ArgumentValue, ...],
+    device: DeviceInfo,
+) -> tuple[Step, ...]:
+    """The launches: a reset of the work counter for the dynamic schedule, and the kernel.
+
+    features, arguments: the constants and arguments that the generic kernel has too.
+    The dynamic schedule needs the workspace COUNTER.  UnsupportedError names every obstacle.
+    """
+    if obstacles := hopper_obstacles(q, k, v, device):
+        raise UnsupportedError("attention: the Hopper kernel", obstacles, "the generic kernel")
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads, value_dim = v.shape[1:]
+    group, itemsize = heads // kv_heads, q.dtype.itemsize
+    key_columns, value_columns = padded(head_dim), padded(value_dim)
+    row_blocks = -(-queries // tiles.block_rows)
+    work = row_blocks * heads * batch
+    if work >= 2**31 - 2**20:  # numbers drawn past the last one must fit too
+        raise UnsupportedError(
+            f"attention: {work} tiles of queries", ["2**31 - 2**20 at most"], "a smaller batch"
+        )
+    resident = device.sm_count * tiles.blocks_per_sm
+    blocks = work if tiles.schedule == "single" else min(work, resident)
+    section = heads_per_section(keys * (head_dim + value_dim) * itemsize, group, batch * heads, device)
+    producer_registers, consumer_registers = tiles.register_shares
+    kernel = kernel_spec(
+        "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
+        **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
+        kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
+        kStages=tiles.stages, kPingPong=tiles.ping_pong, kSchedule=SCHEDULES.index(tiles.schedule),
+        kMinBlocks=tiles.blocks_per_sm, kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
+        kWideStore=out.strides[3] == 1 and value_dim % 8 == 0 and out.is_aligned(16),
+    )  # fmt: skip
+    is_dynamic = tiles.schedule == "dynamic"
+    counter: ArgumentValue = dense(COUNTER[0], (1,), dtypes.u32) if is_dynamic else NullPointer()
+    key_box, value_box = key_span(key_columns) // itemsize, value_span(value_columns) // itemsize
+    maps = (
+        _tensor_map(q, tiles.block_rows, key_box),
+        _tensor_map(k, tiles.block_keys, key_box),
+        _tensor_map(v, tiles.block_keys, value_box),
+    )
+    step = Step(
+        kernel, (blocks, 1, 1), (tiles.threads, 1, 1), (*maps, counter, *arguments, batch, section),
+        tiles.shared_memory(key_columns, value_columns), programmatic=is_dynamic, reason=f"wgmma and TMA, {tiles}",
+    )  # fmt: skip
+    if not is_dynamic:
+        return (step,)
+    reset = kernel_spec(
+        "attention/hopper/reset_counter.cu", "reset_counter", "P", archs=(_ARCH,), max_registers=32
+    )
+    return Step(reset, (1, 1, 1), (32, 1, 1), (counter,), reason="counter of the dynamic schedule"), step
+
+
+def workspace_of(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
+    """The workspace that these steps need besides their operands."""
+    return (COUNTER,) if any(step.kernel.entry == "reset_counter" for step in steps) else ()
+
+
+def with_shared_heads(tensor: Operand) -> Operand:
+    """KV heads expanded with stride 0 as the one head that they are."""
+    if tensor.shape[2] > 1 and tensor.strides[2] == 0:
+        batch, tokens, _, dim = tensor.shape
+        return replace(tensor, shape=(batch, tokens, 1, dim))
+    return tensor

@@ -1,0 +1,345 @@
+// Attention on Hopper (sm_90a): softmax(scale Q K^T + ...) V by wgmma, operands brought by TMA.
+//
+//   q [batch, queries, heads, head_dim]    k [batch, keys, kv_heads, head_dim]    v [batch, keys, kv_heads, value_dim]
+//   out [batch, queries, heads, value_dim] lse [batch, heads, queries] fp32, natural logarithm, row-major, may be null
+// f16 or bf16. The same function as attention/attention.cu, with the same rules for logits; query head h reads KV head
+// h / group.
+//
+// Roles (FlashAttention-3: Shah et al., arXiv 2407.08608). Warpgroup 0 is the producer: one thread keeps TMA copies of Q, K
+// and V in flight through rings of stages, and the other registers go to the consumers (setmaxnreg). Each consumer
+// warpgroup owns 64 query rows; all share the tiles of K and V, which are walked from the last key to the first.
+//
+// A consumer's step on tile j starts S = Q K_j^T and O += P V_{j+1} together, computes the softmax of S while the second
+// product runs, and packs the new weights P when it has ended: the tensor core works during the exponentials. With
+// kPingPong the warpgroups take turns at starting products (named barriers), so that one's softmax runs beside
+// another's products.
+//
+// Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
+#include "attention/hopper/epilogue.cuh"
+#include "attention/hopper/key_range.cuh"
+#include "attention/hopper/pipeline.cuh"
+#include "attention/hopper/products.cuh"
+#include "attention/hopper/repair.cuh"
+#include "attention/hopper/scheduler.cuh"
+#include "attention/hopper/shared_tiles.cuh"
+#include "attention/hopper/softmax.cuh"
+#include "attention/hopper/turns.cuh"
+#include "attention/logits.cuh"
+#include "common/key_band.cuh"
+#include "common/online_softmax.cuh"
+#include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+using namespace cki;
+using namespace cki::attention;
+
+constexpr int kGroupRows = 64;  // of one consumer warpgroup: the M of wgmma
+constexpr int kBlockRows = kGroupRows * kConsumers;
+constexpr int kThreads = 128 * (kConsumers + 1);
+
+// What the logits go through besides the scale; the names are the prelude's.
+struct Features {
+  static constexpr bool kSoftcap = ::kSoftcap;
+  static constexpr bool kAlibi = ::kAlibi;
+  static constexpr bool kBias = ::kBias;
+  static constexpr bool kMask = ::kMask;
+  static constexpr bool kScaleFirst = ::kScaleFirst;
+};
+// Whether a key that exists may be hidden from a row.
+constexpr bool kHides = kLimitLeft || kLimitRight || kBias || kMask;
+// Whether the rows of a warpgroup may see different keys in another tile than the one that holds the last key.
+constexpr bool kHasLimits = kLimitLeft || kLimitRight;
+
+// A compile-time choice as an argument of a lambda.
+template <bool kChoice>
+struct Constant {
+  static constexpr bool kValue = kChoice;
+};
+
+using Band = KeyBand<kLimitLeft, kLimitRight>;
+using Range = KeyRange<kBlockKeys>;
+using QueryTile = SlabTile<kBlockRows, kHeadDim, kKeySpan>;
+using KeyTile = SlabTile<kBlockKeys, kHeadDim, kKeySpan>;
+using ValueTile = SlabTile<kBlockKeys, kValueDim, kValueSpan>;
+using Layout = SharedLayout<QueryTile, KeyTile, ValueTile, kStages>;
+using Source = WorkSource<static_cast<Schedule>(kSchedule)>;
+
+// What a consumer's thread keeps of its two rows from tile to tile.
+struct Rows {
+  float output[kValueDim / 2];
+  u32 weights[kBlockKeys / 16][4];  // of the tile whose values are to be added next
+  SoftmaxRow softmax[2];
+  QueryRow<BiasElement> query[2];
+};
+
+// Scores of a finished product to weights in fp32. kBandTest: some row does not see some key of the tile.
+template <bool kBandTest>
+__device__ __forceinline__ void finish_scores(float (&scores)[kBlockKeys / 2], Rows& rows, float (&correction)[2],
+                                              int first_key, const Band& band, const LogitRules& rules,
+                                              float exponent_scale) {
+  auto& tiles = reinterpret_cast<float(&)[kBlockKeys / 8][4]>(scores);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) apply_rules<Features, kBandTest>(tiles, 2 * r, first_key, rows.query[r], band, rules);
+  take_tile<kBandTest || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction, exponent_scale);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hopper(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, u32* counter,                                   //
+    const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v, Element* out,
+    float* lse, const BiasElement* __restrict__ bias, const u8* __restrict__ mask, const float* __restrict__ sinks,
+    const float* __restrict__ alibi_slopes,             //
+    i64 q_batch, i64 q_sequence, i64 q_head, i64 q_dim,          //
+    i64 k_batch, i64 k_sequence, i64 k_head, i64 k_dim,          //
+    i64 v_batch, i64 v_sequence, i64 v_head, i64 v_dim,          //
+    i64 out_batch, i64 out_sequence, i64 out_head, i64 out_dim,  //
+    i64 bias_batch, i64 bias_head, i64 bias_query, i64 bias_key,  //
+    i64 mask_batch, i64 mask_head, i64 mask_query, i64 mask_key,  //
+    i64 sinks_stride, i64 slopes_stride,                         //
+    int queries, int keys, int heads, int group, int head_dim, int value_dim, int shift, int left, int right,
+    float scale, float exponent_scale, float softcap, float softcap_rate,  //
+    int batches, int section_heads) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
+  const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
+
+  Ring<1> query_ring(smem + Layout::kQueryRing);
+  Ring<kStages> key_ring(smem + Layout::kKeyRing), value_ring(smem + Layout::kValueRing);
+  const WorkOrder order{(queries + kBlockRows - 1) / kBlockRows, heads, heads * batches, section_heads};
+  Source work(order.total(), counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
+  const Band band{keys, shift, left, right};
+
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&q_map);
+    ptx::prefetch_tensormap(&k_map);
+    ptx::prefetch_tensormap(&v_map);
+    query_ring.initialise(4 * kConsumers);
+    key_ring.initialise(4 * kConsumers);
+    value_ring.initialise(4 * kConsumers);
+    work.ring.initialise(4 * kConsumers);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+
+  if (warpgroup == 0) {
+    if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x >= 32 || !ptx::elect_one()) return;
+    const auto load_keys = [&](int tile, int kv_head, int batch) {
+      key_ring.wait_empty();
+      load_tile<KeyTile>(smem + Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map,
+                         key_ring.full + key_ring.stage, tile * kBlockKeys, kv_head, batch);
+      key_ring.advance();
+    };
+    while (work.has_work()) {
+      work.draw();
+      const WorkTile tile = order.tile<kLimitRight>(work.number);
+      const int first_row = tile.row_block * kBlockRows;
+      const Range range(band, first_row, min(first_row + kBlockRows, queries));
+      const int kv_head = tile.head / group;
+      if (!range.is_empty()) {
+        load_keys(range.end_tile - 1, kv_head, tile.batch);
+        query_ring.wait_empty();
+        load_tile<QueryTile>(smem + Layout::kQueries, &q_map, query_ring.full, first_row, tile.head, tile.batch);
+        query_ring.advance();
+        for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
+          if (j > range.begin_tile) load_keys(j - 1, kv_head, tile.batch);
+          value_ring.wait_empty();
+          load_tile<ValueTile>(smem + Layout::kValues + value_ring.stage * ValueTile::kBytes, &v_map,
+                               value_ring.full + value_ring.stage, j * kBlockKeys, kv_head, tile.batch);
+          value_ring.advance();
+        }
+      }
+      work.next_of_producer();
+    }
+    return;
+  }
+
+  if constexpr (kConsumerRegisters > 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
+  const int consumer = warpgroup - 1;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+  const Turns<kConsumers, kPingPong> turns(consumer);
+  const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
+  const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * kGroupRows * kKeySpan);
+  const u64 keys_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kKeys);
+  const u64 values_at = wgmma_descriptor_mn_major<kValueSpan>(smem + Layout::kValues, ValueTile::kSlabBytes);
+  const auto start_keys = [&](float(&scores)[kBlockKeys / 2]) {
+    multiply_keys<Element, QueryTile, KeyTile, kHeadDim>(
+        scores, queries_at, wgmma_descriptor_advance(keys_at, key_ring.stage * KeyTile::kBytes));
+    ptx::wgmma_commit_group();
+  };
+  const auto start_values = [&](Rows& rows) {
+    multiply_values<Element, ValueTile, kValueDim>(
+        rows.output, rows.weights, wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes));
+    ptx::wgmma_commit_group();
+  };
+  // A tile of which the block needs something, but this warpgroup nothing. It keeps its place in the rings and turns.
+  const auto skip_tile = [&] {
+    key_ring.wait_full();
+    __syncwarp();
+    key_ring.release();
+    turns.take();
+    turns.pass();
+    value_ring.wait_full();
+    __syncwarp();
+    value_ring.release();
+  };
+  // S of the first tile, with nothing to overlap it.
+  const auto first_step = [&](Rows& rows, auto band_test, int tile) {
+    float scores[kBlockKeys / 2], correction[2];
+    key_ring.wait_full();
+    turns.take();
+    ptx::wgmma_fence();
+    start_keys(scores);
+    turns.pass();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_fence_registers(scores);
+    key_ring.release();
+    finish_scores<decltype(band_test)::kValue>(scores, rows, correction, tile * kBlockKeys, band, rules,
+                                               exponent_scale);
+    pack_weights<Element>(rows.weights, scores);
+  };
+  // S of `tile` and its softmax, beside the values of the tile before.
+  const auto step = [&](Rows& rows, auto band_test, int tile, bool is_last) {
+    float scores[kBlockKeys / 2], correction[2];
+    key_ring.wait_full();
+    turns.take();
+    ptx::wgmma_fence();
+    start_keys(scores);
+    value_ring.wait_full();
+    ptx::wgmma_fence();
+    start_values(rows);
+    turns.pass();
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_fence_registers(scores);
+    key_ring.release();
+    finish_scores<decltype(band_test)::kValue>(scores, rows, correction, tile * kBlockKeys, band, rules,
+                                               exponent_scale);
+    ptx::wgmma_fence_registers(scores);
+    // Needed only in the next step. Here its branch keeps ptxas from moving exponentials behind the wait below, where
+    // they would no longer run beside the product.
+    if (!is_last) key_ring.wait_full();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_fence_registers(rows.output);
+    value_ring.release();
+    pack_weights<Element>(rows.weights, scores);
+    scale_rows(rows.output, correction);
+  };
+
+  for (; work.has_work(); work.next_of_consumer()) {
+    const WorkTile tile = order.tile<kLimitRight>(work.number);
+    const int first_row = tile.row_block * kBlockRows;
+    const int group_row = first_row + consumer * kGroupRows;
+    const Range block(band, first_row, min(first_row + kBlockRows, queries));
+    const Range own(band, group_row, min(group_row + kGroupRows, queries));
+    const int row = group_row + warp * 16 + lane / 4;  // of the pair row, row + 8
+
+    Rows rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = min(row + 8 * r, queries - 1);
+      rows.query[r].query = query;
+      if constexpr (kAlibi) rows.query[r].slope = alibi_slopes[tile.head * slopes_stride];
+      if constexpr (kBias)
+        rows.query[r].bias = bias + tile.batch * bias_batch + tile.head * bias_head + query * bias_query;
+      if constexpr (kMask)
+        rows.query[r].mask = mask + tile.batch * mask_batch + tile.head * mask_head + query * mask_query;
+    }
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) rows.output[i] = 0.0f;
+
+    if (!block.is_empty()) {
+      query_ring.wait_full();
+      int j = block.end_tile - 1;
+      const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
+      for (; j >= own_end; --j) skip_tile();
+      if (!own.is_empty()) {
+        if (own.is_partial(j)) {
+          first_step(rows, Constant<true>{}, j);
+        } else {
+          first_step(rows, Constant<false>{}, j);
+        }
+        for (--j; j >= own.begin_tile; --j) {
+          if (kHasLimits && own.is_partial(j)) {
+            step(rows, Constant<kHasLimits>{}, j, j == own.begin_tile);
+          } else {
+            step(rows, Constant<false>{}, j, j == own.begin_tile);
+          }
+        }
+        value_ring.wait_full();
+        ptx::wgmma_fence();
+        start_values(rows);
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_fence_registers(rows.output);
+        value_ring.release();
+      }
+      for (; j >= block.begin_tile; --j) skip_tile();
+      query_ring.release();
+    }
+
+    // Epilogue.
+    const i64 out_offset = tile.batch * out_batch + tile.head * out_head;
+    float factor[2], log_sum_exp[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      SoftmaxRow& softmax = rows.softmax[r];
+      softmax.finish(kScaleFirst ? 1.0f : scale);
+      factor[r] = sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
+      factor[r] *= softmax.normalizer();
+      log_sum_exp[r] = softmax.log_sum_exp();
+      if (lse != nullptr && lane % 4 == 0 && row + 8 * r < queries) {
+        lse[(static_cast<i64>(tile.batch) * heads + tile.head) * queries + row + 8 * r] = log_sum_exp[r];
+      }
+    }
+    u32 to_repair[2] = {0, 0};  // lanes whose part of the row is not finite
+    if constexpr (kHides) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool is_bad = !is_finite_row(rows.output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
+        to_repair[r] = __ballot_sync(kFullWarp, is_bad && row + 8 * r < queries);
+        if (factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
+#pragma unroll
+          for (int i = 0; i < kValueDim / 2; ++i) {
+            if (i / 2 % 2 == r) rows.output[i] = 0.0f;
+          }
+        }
+      }
+    }
+    scale_rows(rows.output, factor);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      store_row<Element, kWideStore, kPairStore>(out + out_offset + (row + 8 * r) * out_sequence, out_dim, rows.output,
+                                                 r, value_dim, row + 8 * r < queries);
+    }
+    if constexpr (kHides) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        __syncwarp();  // behind the stores of other lanes to the same rows
+        for (u32 bad = to_repair[r]; bad != 0;) {
+          const int lane_of_row = __ffs(static_cast<int>(bad)) - 1;
+          bad &= ~(0xfu << lane_of_row / 4 * 4);
+          QueryRow<BiasElement> one = rows.query[r];
+          one.query = group_row + warp * 16 + 8 * r + lane_of_row / 4;
+          if constexpr (kBias)
+            one.bias = bias + tile.batch * bias_batch + tile.head * bias_head + one.query * bias_query;
+          if constexpr (kMask)
+            one.mask = mask + tile.batch * mask_batch + tile.head * mask_head + one.query * mask_query;
+          const RowOperands<Element> at{
+              q + tile.batch * q_batch + tile.head * q_head + one.query * q_sequence,
+              k + tile.batch * k_batch + tile.head / group * k_head, k_sequence,
+              v + tile.batch * v_batch + tile.head / group * v_head, v_sequence,
+              out + out_offset + one.query * out_sequence, out_dim};
+          compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
+                                           __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row));
+        }
+      }
+    }
+  }
+  turns.finish();
+}

@@ -1,0 +1,34 @@
+// Which tiles of keys a run of query rows reads, and which of them need a test for each key.
+//
+// Both ends of a row's interval move up with the row (common/key_band.cuh), so the first and the last row decide.
+#pragma once
+
+#include "common/types.cuh"
+
+namespace cki::attention {
+
+template <int kBlockKeys>
+struct KeyRange {
+  int begin_tile;    // tiles [begin_tile, end_tile) hold a key that some row may see
+  int end_tile;
+  int common_begin;  // keys [common_begin, common_end) are seen by all rows
+  int common_end;
+
+  // The tiles of rows [first_row, end_row); none when there are no rows.
+  template <class Band>
+  __device__ __forceinline__ KeyRange(const Band& band, int first_row, int end_row) {
+    common_begin = band.begin(end_row - 1);
+    common_end = band.end(first_row);
+    begin_tile = band.begin(first_row) / kBlockKeys;
+    end_tile = first_row < end_row ? (band.end(end_row - 1) + kBlockKeys - 1) / kBlockKeys : 0;
+  }
+
+  __device__ __forceinline__ bool is_empty() const { return begin_tile >= end_tile; }
+
+  // Whether some row does not see some key of the tile (which may reach past the last key).
+  __device__ __forceinline__ bool is_partial(int tile) const {
+    return tile * kBlockKeys < common_begin || (tile + 1) * kBlockKeys > common_end;
+  }
+};
+
+}  // namespace cki::attention

@@ -1,0 +1,55 @@
+// Rings of buffers in shared memory between the producer and the consumers of a block.
+//
+// A stage of a ring has two mbarriers. `full` completes when the producer has announced the bytes of a copy and TMA has
+// delivered them; `empty` completes when every consumer warp has said that it reads the stage no more. A ring has a
+// cursor in each thread that uses it: the stage that comes next, and how often the ring has been walked through, odd or
+// even, which is the parity that a wait names.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace cki::attention {
+
+template <int kStageCount>
+struct Ring {
+  static constexpr int kStages = kStageCount;
+  static constexpr int kBytes = 2 * kStages * static_cast<int>(sizeof(u64));
+
+  u64* full;
+  u64* empty;
+  int stage = 0;
+  u32 phase = 0;
+
+  __device__ __forceinline__ explicit Ring(unsigned char* memory)
+      : full(reinterpret_cast<u64*>(memory)), empty(reinterpret_cast<u64*>(memory) + kStages) {}
+
+  // By one thread of the block, before the barrier that publishes it.
+  __device__ __forceinline__ void initialise(int consumer_warps) const {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(full + i, 1);
+      ptx::mbarrier_init(empty + i, static_cast<u32>(consumer_warps));
+    }
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+
+  // Consumers: the stage's data has arrived.
+  __device__ __forceinline__ void wait_full() const { ptx::mbarrier_wait_parity(full + stage, phase); }
+
+  // Consumers: this warp is done with the stage; on to the next. All its lanes must have finished their reads.
+  __device__ __forceinline__ void release() {
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + stage);
+    advance();
+  }
+
+  // Producer: all consumers are done with the stage's last contents. A fresh barrier answers at once.
+  __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(empty + stage, phase ^ 1); }
+};
+
+}  // namespace cki::attention

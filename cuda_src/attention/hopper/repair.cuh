@@ -1,0 +1,76 @@
+// Rows whose output is not finite, computed anew without tensor cores.
+//
+// A key that a row does not see has weight 0, but 0 times NaN is NaN: what lies behind hidden keys (padding, unused cache
+// slots, the future) would reach every row that shares a tile with it. Searching the tiles for such values would cost reads
+// of shared memory in the main loop. Here the result shows them: an output that is not finite though its row's sum of
+// exponentials is. Such a row is computed again by its warp, key by key, over the keys that it sees; a value that is not
+// finite and that it does see is then in the result, as it must be. Slow, and only where such values are met.
+#pragma once
+
+#include "attention/logits.cuh"
+#include "common/convert_element.cuh"
+#include "common/online_softmax.cuh"
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+
+namespace cki::attention {
+
+// Whether all of this lane's accumulators of row r (0 or 1) are finite: x * 0 is 0 for those only.
+template <int kCount>
+__device__ __forceinline__ bool is_finite_row(const float (&output)[kCount], int r) {
+  float zero = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) zero = fmaf(output[i + 2 * r], 0.0f, fmaf(output[i + 2 * r + 1], 0.0f, zero));
+  return zero == 0.0f;
+}
+
+// Where one row's operands begin.
+template <class Element>
+struct RowOperands {
+  const Element* query;
+  const Element* keys;
+  i64 key_stride;
+  const Element* values;
+  i64 value_stride;
+  Element* out;
+  i64 out_dim;
+};
+
+// By a whole warp. log_sum_exp: of the row, finite. kColumns: at least value_dim, a multiple of 16.
+template <class Features, int kColumns, class Element, class Band, class BiasElement>
+__device__ __forceinline__ void compute_row(const RowOperands<Element>& at, int head_dim, int value_dim,
+                                            const QueryRow<BiasElement>& row, const Band& band, const LogitRules& rules,
+                                            float log_sum_exp) {
+  constexpr float kLog2e = 1.44269504088896340736f;
+  constexpr int kLaneColumns = (kColumns + 31) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float sums[kLaneColumns] = {};
+  for (int key = band.begin(row.query); key < band.end(row.query); ++key) {
+    if (!is_visible<Features>(key, row, rules)) continue;
+    float score = 0.0f;
+    for (int d = lane; d < head_dim; d += 32) {
+      score = fmaf(to_float(at.query[d]), to_float(at.keys[key * at.key_stride + d]), score);
+    }
+    score = warp_sum(score);
+    float logit = score * rules.scale;
+    if constexpr (Features::kSoftcap) logit = soft_capped(score, rules);
+    if constexpr (Features::kAlibi) logit -= row.slope * fabsf(static_cast<float>(row.query + band.shift - key));
+    if constexpr (Features::kBias) logit += to_float(row.bias[key * rules.bias_stride]);
+    const float weight = ptx::ex2_approx((logit - log_sum_exp) * kLog2e);
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) {
+      const int column = lane + 32 * i;
+      if (column >= value_dim) continue;
+      const float value = to_float(at.values[key * at.value_stride + column]);
+      // A weight too small for fp32 must not turn an infinity into NaN.
+      sums[i] = fabsf(value) < positive_infinity() ? fmaf(weight, value, sums[i]) : sums[i] + value;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneColumns; ++i) {
+    const int column = lane + 32 * i;
+    if (column < value_dim) at.out[column * at.out_dim] = from_float<Element>(sums[i]);
+  }
+}
+
+}  // namespace cki::attention

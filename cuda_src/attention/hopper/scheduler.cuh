@@ -1,0 +1,118 @@
+// Which block computes which tile of queries, and in what order.
+//
+// Work is numbered so that what runs at the same time shares keys and values in the L2 cache: heads come in sections
+// whose keys and values fit there together, and within a section the row blocks follow one another, all heads of a row
+// block before the next. With a limit on the right (causal) the row blocks with most keys come first, so that short ones
+// fill the gaps at the end.
+//
+// Three ways to hand the numbers out:
+//   single    a block for each number; the hardware starts them in order
+//   fixed     as many blocks as fit the GPU, each takes every gridDim-th number, the direction alternating from round to
+//             round: a block with a long tile gets a short one next
+//   dynamic   as many blocks as fit; the next number is drawn from a counter in global memory, which is zero at the start
+//             (reset_counter.cu, one launch before)
+// A block with many tiles hides the start of one tile behind the end of the one before. Which block computes a tile has
+// no influence on its result.
+#pragma once
+
+#include "attention/hopper/pipeline.cuh"
+#include "common/types.cuh"
+
+namespace cki::attention {
+
+enum class Schedule { single = 0, fixed = 1, dynamic = 2 };
+
+struct WorkTile {
+  int row_block;
+  int head;
+  int batch;
+};
+
+// The sizes that turn a number into a tile.
+struct WorkOrder {
+  int row_blocks;
+  int heads;
+  int batch_heads;    // batches times heads
+  int section_heads;  // (batch, head) pairs in a section
+
+  __device__ __forceinline__ int total() const { return row_blocks * batch_heads; }
+
+  template <bool kLongestFirst>
+  __device__ __forceinline__ WorkTile tile(int number) const {
+    const int section_tiles = section_heads * row_blocks;
+    const int section = number / section_tiles;
+    const int first_head = section * section_heads;
+    const int heads_here = min(section_heads, batch_heads - first_head);
+    const int within = number - section * section_tiles;
+    const int row_block = within / heads_here;
+    const int batch_head = first_head + within - row_block * heads_here;
+    const int batch = batch_head / heads;
+    return {kLongestFirst ? row_blocks - 1 - row_block : row_block, batch_head - batch * heads, batch};
+  }
+};
+
+// The numbers of one block, one after the other. The producer fetches, and passes a drawn number on to the consumers.
+template <Schedule kSchedule>
+struct WorkSource {
+  int number;
+  int total;
+  int round = 0;
+  u32* counter;
+  Ring<2> ring;
+  int* numbers;  // one for each stage of the ring
+  int drawn = 0;
+
+  __device__ __forceinline__ WorkSource(int total, u32* counter, unsigned char* ring_memory, unsigned char* numbers)
+      : number(static_cast<int>(blockIdx.x)),
+        total(total),
+        counter(counter),
+        ring(ring_memory),
+        numbers(reinterpret_cast<int*>(numbers)) {}
+
+  __device__ __forceinline__ bool has_work() const { return number < total; }
+
+  // Producer: starts to draw the next number; its latency hides behind the copies of the current tile.
+  __device__ __forceinline__ void draw() {
+    if constexpr (kSchedule == Schedule::dynamic) drawn = static_cast<int>(gridDim.x + atomicAdd(counter, 1u));
+  }
+
+  // Producer: on to the next number.
+  __device__ __forceinline__ void next_of_producer() {
+    if constexpr (kSchedule == Schedule::dynamic) {
+      ring.wait_empty();
+      numbers[ring.stage] = drawn;
+      ptx::mbarrier_arrive(ring.full + ring.stage);
+      ring.advance();
+      number = drawn;
+    } else {
+      step();
+    }
+  }
+
+  // Consumers: on to the next number.
+  __device__ __forceinline__ void next_of_consumer() {
+    if constexpr (kSchedule == Schedule::dynamic) {
+      ring.wait_full();
+      number = numbers[ring.stage];
+      __syncwarp();
+      ring.release();
+    } else {
+      step();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void step() {
+    if constexpr (kSchedule == Schedule::single) {
+      number = total;
+    } else {
+      const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+      ++round;
+      // 64-bit, because the last round may begin near 2^31.
+      const i64 next = static_cast<i64>(round) * blocks + (round % 2 ? blocks - 1 - block : block);
+      number = next < total ? static_cast<int>(next) : total;
+    }
+  }
+};
+
+}  // namespace cki::attention
