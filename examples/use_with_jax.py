@@ -17,7 +17,9 @@ def main() -> None:
     with cki.device("cuda" if on_gpu else "sim"):
         ours = cki.attention(q, k, v, causal=True)  # [batch, seq, heads, head_dim], as jax.nn has it
 
-    with jax.default_matmul_precision("highest"):  # JAX would round fp32 operands to tf32 on a GPU; CKI does not
+    with jax.default_matmul_precision(
+        "highest"
+    ):  # JAX would round fp32 operands to tf32 on a GPU; CKI does not
         theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     print("attention:", ours.shape, ours.dtype, "largest difference", float(jnp.abs(ours - theirs).max()))
 

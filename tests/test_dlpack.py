@@ -22,7 +22,9 @@ _PRODUCERS = []  # a producer's memory and callbacks must outlive its capsules
 
 # What a producer's destructor asks about a capsule that has no references left: by address.
 _python = ctypes.PyDLL(None)
-_dying_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _python))
+_dying_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", _python)
+)
 
 
 class Producer:
