@@ -1,8 +1,9 @@
 // Fixed-width integers and the storage types of every element format.
 //
-// f16, bf16, e4m3 and e5m2 are plain bit containers: they have no arithmetic and no implicit conversion, so that a kernel
-// states each conversion (ptx/convert.cuh) and nothing is rounded unseen. The header needs no CUDA toolkit header, because
-// NVRTC then compiles a kernel three times faster and the simulated device compiles the same text with the host compiler.
+// f16, bf16, e4m3 and e5m2 are plain bit containers: they have no arithmetic and no implicit conversion, so that a
+// kernel states each conversion (ptx/convert.cuh) and nothing is rounded unseen. The header needs no CUDA toolkit
+// header, because NVRTC then compiles a kernel three times faster and the simulated device compiles the same text
+// with the host compiler.
 #pragma once
 
 namespace cki {
@@ -43,6 +44,7 @@ struct alignas(128) TensorMap {
 };
 
 static_assert(sizeof(u8) == 1 && sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(i64) == 8);
-static_assert(sizeof(f16) == 2 && sizeof(bf16) == 2 && sizeof(e4m3) == 1 && sizeof(e5m2) == 1 && sizeof(TensorMap) == 128);
+static_assert(sizeof(f16) == 2 && sizeof(bf16) == 2 && sizeof(e4m3) == 1 && sizeof(e5m2) == 1 &&
+              sizeof(TensorMap) == 128);
 
 }  // namespace cki
