@@ -105,18 +105,18 @@ def choose_hopper_tiles(
 ) -> HopperTiles:
     """Tiles for `rows` queries and padded head dimensions.
 
-    has_limits: causal or windowed.  is_plain: nothing but a scale and limits goes into the logits.
+    has_limits: causal or windowed.  is_plain: only a positive scale goes into the logits, and no limit on the left.
     """
     widest = max(head_dim, value_dim)
     schedule = "dynamic" if has_limits else "fixed"
     if widest <= 64:
         tiles = HopperTiles(3, 128, schedule=schedule) if is_plain else HopperTiles(2, 128, schedule=schedule)
     elif widest <= 128:
-        tiles = HopperTiles(2, 176 if is_plain and not has_limits else 128, schedule=schedule)
+        tiles = HopperTiles(2, (128 if has_limits else 176) if is_plain else 112, schedule=schedule)
     elif widest <= 192:
-        tiles = HopperTiles(2, 96, schedule=schedule)
+        tiles = HopperTiles(2, 96 if is_plain else 80, schedule=schedule)
     else:
-        tiles = HopperTiles(2, 80 if is_plain else 64, schedule=schedule, ping_pong=False)
+        tiles = HopperTiles(2, 80 if is_plain else 32, schedule=schedule, ping_pong=False)
     if rows <= 64 * (tiles.consumers - 1):
         consumers = -(-rows // 64)
         tiles = replace(tiles, consumers=consumers, ping_pong=tiles.ping_pong and consumers > 1)
@@ -143,7 +143,7 @@ def tuning_candidates(
     ordered = "dynamic" if has_limits else "fixed"
     candidates = [HopperTiles(*shape, schedule=ordered) for shape in shapes]
     best = candidates[0]
-    candidates += [replace(best, ping_pong=False)]
+    candidates += [replace(best, ping_pong=False, block_keys=best.block_keys - 16)]
     candidates += [replace(best, schedule=other) for other in SCHEDULES if other != ordered]
     if widest <= 64:
         candidates += [HopperTiles(1, 128, 2, False, schedule, 2) for schedule in ("single", ordered)]

@@ -14,7 +14,7 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import AttentionTiles, choose_tiles, heads_per_block, padded
-from cki.heuristics.attention_hopper import HopperTiles
+from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.attention_hopper import plan_hopper
@@ -294,7 +294,7 @@ def plan_attention(
         scale, _LOG2E if scale_first else scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
     if isinstance(tiles, HopperTiles):
-        return plan_hopper(q, k, v, out, tiles, features, args, device)
+        return plan_hopper(q, k, v, out, tiles, bias, mask, features, args, device)
     blocks = -(-queries * pack // tiles.block_rows) * (heads // pack) * batch
     if blocks >= 2**31:
         raise UnsupportedError(
@@ -388,4 +388,13 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     for dtype in (bf16, f32):
         add(dtype, 5, causal=True)
         add(dtype, 64, stride=2, causal=True)
+    if arch == "sm_90a":  # the Hopper kernel: selected by its tiles
+        for head_dim in (64, 128, 256):
+            add(
+                dtypes.bf16, head_dim, tiles=choose_hopper_tiles(512, head_dim, head_dim, False, True, device)
+            )
+        for dim in (64, 80, 128, 256):
+            add(dtypes.f16, dim, causal=True, tiles=choose_hopper_tiles(512, dim, dim, True, True, device))
+        every = {"window": (100, 20), "softcap": 30.0, "bias": bias, "mask": mask, "alibi_slopes": slopes}
+        add(dtypes.bf16, 128, **every, tiles=choose_hopper_tiles(512, 128, 128, True, False, device))
     return list(found)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from cki import dtypes
@@ -63,12 +62,24 @@ def _tensor_map(tensor: Operand, rows: int, columns: int) -> TensorMapArg:
     )
 
 
+def _key_stride(tensor: Operand | None) -> int:
+    """Of a bias or mask: 0 along a broadcast axis."""
+    return tensor.strides[-1] if tensor is not None and tensor.ndim and tensor.shape[-1] > 1 else 0
+
+
+def _has_pairs(tensor: Operand | None, keys: int) -> bool:
+    """Whether keys 2i and 2i + 1 of every row can be loaded together."""
+    return tensor is not None and keys % 2 == 0 and tensor.is_aligned(2 * tensor.dtype.itemsize)
+
+
 def plan_hopper(
     q: Operand,
     k: Operand,
     v: Operand,
     out: Operand,
     tiles: HopperTiles,
+    bias: Operand | None,
+    mask: Operand | None,
     features: Mapping[str, Any],
     arguments: tuple[ArgumentValue, ...],
     device: DeviceInfo,
@@ -78,7 +89,11 @@ def plan_hopper(
     features, arguments: the constants and arguments that the generic kernel has too.
     The dynamic schedule needs the workspace COUNTER.  UnsupportedError names every obstacle.
     """
-    if obstacles := hopper_obstacles(q, k, v, device):
+    obstacles = hopper_obstacles(q, k, v, device)
+    for name, tensor in (("bias", bias), ("mask", mask)):
+        if tensor is not None and _key_stride(tensor) not in (0, 1):
+            obstacles.append(f"{name} has stride {_key_stride(tensor)} along the keys, not 1 or 0")
+    if obstacles:
         raise UnsupportedError("attention: the Hopper kernel", obstacles, "the generic kernel")
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
@@ -100,6 +115,8 @@ def plan_hopper(
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
         kStages=tiles.stages, kPingPong=tiles.ping_pong, kSchedule=SCHEDULES.index(tiles.schedule),
         kMinBlocks=tiles.blocks_per_sm, kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
+        kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),
+        kMaskKeyStride=_key_stride(mask), kMaskPair=_has_pairs(mask, keys),
         kWideStore=out.strides[3] == 1 and value_dim % 8 == 0 and out.is_aligned(16),
     )  # fmt: skip
     is_dynamic = tiles.schedule == "dynamic"
@@ -125,11 +142,3 @@ def plan_hopper(
 def workspace_of(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
     """The workspace that these steps need besides their operands."""
     return (COUNTER,) if any(step.kernel.entry == "reset_counter" for step in steps) else ()
-
-
-def with_shared_heads(tensor: Operand) -> Operand:
-    """KV heads expanded with stride 0 as the one head that they are."""
-    if tensor.shape[2] > 1 and tensor.strides[2] == 0:
-        batch, tokens, _, dim = tensor.shape
-        return replace(tensor, shape=(batch, tokens, 1, dim))
-    return tensor

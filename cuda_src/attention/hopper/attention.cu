@@ -16,6 +16,7 @@
 //
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
 #include "attention/hopper/epilogue.cuh"
+#include "attention/hopper/finish_logits.cuh"
 #include "attention/hopper/key_range.cuh"
 #include "attention/hopper/pipeline.cuh"
 #include "attention/hopper/products.cuh"
@@ -50,6 +51,8 @@ struct Features {
   static constexpr bool kBias = ::kBias;
   static constexpr bool kMask = ::kMask;
   static constexpr bool kScaleFirst = ::kScaleFirst;
+  static constexpr int kBiasKeyStride = ::kBiasKeyStride, kMaskKeyStride = ::kMaskKeyStride;
+  static constexpr bool kBiasPair = ::kBiasPair, kMaskPair = ::kMaskPair;
 };
 // Whether a key that exists may be hidden from a row.
 constexpr bool kHides = kLimitLeft || kLimitRight || kBias || kMask;
@@ -83,9 +86,8 @@ template <bool kBandTest>
 __device__ __forceinline__ void finish_scores(float (&scores)[kBlockKeys / 2], Rows& rows, float (&correction)[2],
                                               int first_key, const Band& band, const LogitRules& rules,
                                               float exponent_scale) {
-  auto& tiles = reinterpret_cast<float(&)[kBlockKeys / 8][4]>(scores);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) apply_rules<Features, kBandTest>(tiles, 2 * r, first_key, rows.query[r], band, rules);
+  for (int r = 0; r < 2; ++r) finish_logits<Features, kBandTest>(scores, r, first_key, rows.query[r], band, rules);
   take_tile<kBandTest || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction, exponent_scale);
 }
 
@@ -325,11 +327,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
           const int lane_of_row = __ffs(static_cast<int>(bad)) - 1;
           bad &= ~(0xfu << lane_of_row / 4 * 4);
           QueryRow<BiasElement> one = rows.query[r];
-          one.query = group_row + warp * 16 + 8 * r + lane_of_row / 4;
-          if constexpr (kBias)
-            one.bias = bias + tile.batch * bias_batch + tile.head * bias_head + one.query * bias_query;
-          if constexpr (kMask)
-            one.mask = mask + tile.batch * mask_batch + tile.head * mask_head + one.query * mask_query;
+          const int further = lane_of_row / 4 - lane / 4;  // from this lane's row
+          one.query = row + 8 * r + further;
+          if constexpr (kBias) one.bias += (one.query - rows.query[r].query) * bias_query;
+          if constexpr (kMask) one.mask += (one.query - rows.query[r].query) * mask_query;
           const RowOperands<Element> at{
               q + tile.batch * q_batch + tile.head * q_head + one.query * q_sequence,
               k + tile.batch * k_batch + tile.head / group * k_head, k_sequence,

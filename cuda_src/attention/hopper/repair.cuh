@@ -12,6 +12,7 @@
 #include "common/online_softmax.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace cki::attention {
 
@@ -43,7 +44,10 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element>& at, int 
                                             float log_sum_exp) {
   constexpr float kLog2e = 1.44269504088896340736f;
   constexpr int kLaneColumns = (kColumns + 31) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // Opaque: else the compiler computes what depends on the lane before the main loop and keeps it in registers there.
+  u32 opaque[1] = {threadIdx.x % 32};
+  ptx::wgmma_fence_registers(opaque);
+  const int lane = static_cast<int>(opaque[0]);
   float sums[kLaneColumns] = {};
   for (int key = band.begin(row.query); key < band.end(row.query); ++key) {
     if (!is_visible<Features>(key, row, rules)) continue;

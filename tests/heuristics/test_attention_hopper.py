@@ -1,0 +1,156 @@
+"""How the Hopper kernel is planned: tiles that fit, registers that add up, maps as TMA takes them, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from cki import dtypes, tensor_map
+from cki.device import sim_device
+from cki.errors import UnsupportedError
+from cki.heuristics.attention_hopper import (
+    HopperTiles,
+    choose_hopper_tiles,
+    heads_per_section,
+    key_span,
+    tuning_candidates,
+    value_span,
+)
+from cki.operand import Operand, dense
+from cki.ops.attention import plan_attention
+from cki.ops.attention_hopper import COUNTER, workspace_of
+from cki.plan import NullPointer, Step, TensorMapArg
+
+DEVICE = sim_device("sm_90a")
+DIMS = range(16, 257, 16)
+TILES = HopperTiles(2, 128)
+
+
+def plan(
+    queries: int = 1000, keys: int = 3000, heads: int = 4, kv_heads: int = 2, dim: int = 64, batch: int = 2,
+    dtype: Any = dtypes.bf16, arch: str = "sm_90a", tiles: HopperTiles = TILES, **options: Any,
+) -> tuple[Step, ...]:  # fmt: skip
+    q = options.pop("q", dense("q", (batch, queries, heads, dim), dtype))
+    k, v = (options.pop(n, dense(n, (batch, keys, kv_heads, dim), dtype)) for n in ("k", "v"))
+    out = dense("out", (batch, queries, heads, dim), dtype)
+    return plan_attention(q, k, v, out, device=sim_device(arch), tiles=tiles, **options)
+
+
+def all_choices() -> list[tuple[int, int, HopperTiles]]:
+    found = []
+    for dim, value_dim, limits in itertools.product(DIMS, DIMS, (False, True)):
+        for rows, plain in itertools.product((1, 64, 65, 128, 129, 100000), (False, True)):
+            found.append((dim, value_dim, choose_hopper_tiles(rows, dim, value_dim, limits, plain, DEVICE)))
+        found += [(dim, value_dim, tiles) for tiles in tuning_candidates(dim, value_dim, limits, DEVICE)]
+    return found
+
+
+def test_tiles_fit_shared_memory_and_registers():
+    for dim, value_dim, tiles in all_choices():
+        per_sm = tiles.blocks_per_sm
+        assert tiles.shared_memory(dim, value_dim) <= DEVICE.shared_memory_per_block
+        assert per_sm * (tiles.shared_memory(dim, value_dim) + 1024) <= 228 * 1024
+        assert tiles.block_keys % 16 == 0 and tiles.block_keys <= 256 and tiles.block_rows <= 256
+        assert tiles.stages >= 2
+        producer, consumer = tiles.register_shares
+        assert 128 * per_sm * (producer + tiles.consumers * consumer) <= 65536
+        # Accumulators, weights and about 30 more: what spills is found by compiling, what cannot fit here.
+        needed = tiles.block_keys // 2 + tiles.block_keys // 4 + value_dim // 2 + 24
+        assert needed <= (consumer or tiles.registers), (dim, value_dim, str(tiles))
+
+
+def test_keys_a_tile_do_not_depend_on_the_number_of_queries():
+    for dim, limits, plain in itertools.product(DIMS, (False, True), (False, True)):
+        chosen = {
+            choose_hopper_tiles(r, dim, dim, limits, plain, DEVICE).block_keys for r in (1, 65, 129, 9999)
+        }
+        assert len(chosen) == 1
+
+
+def test_few_rows_get_few_warpgroups():
+    assert [choose_hopper_tiles(r, 64, 64, False, True, DEVICE).consumers for r in (1, 64, 65, 128, 129)] == [
+        1, 1, 2, 2, 3,
+    ]  # fmt: skip
+
+
+def test_swizzles_divide_rows():
+    assert [key_span(d) for d in (16, 32, 48, 64, 256)] == [32, 64, 128, 128, 128]
+    assert [value_span(d) for d in (16, 32, 48, 64, 80, 96, 192)] == [32, 64, 32, 128, 32, 64, 128]
+
+
+def test_sections_hold_whole_groups():
+    megabyte = 1 << 20
+    assert heads_per_section(megabyte, 4, 1000, DEVICE) == 30 * 4
+    assert heads_per_section(100 * megabyte, 4, 1000, DEVICE) == 4
+    assert heads_per_section(1, 1, 7, DEVICE) == 7
+
+
+@pytest.mark.parametrize("schedule", ["single", "fixed", "dynamic"])
+def test_a_step_is_complete(schedule):
+    steps = plan(tiles=HopperTiles(2, 128, schedule=schedule))
+    step = steps[-1]
+    assert len(step.args) == len(step.kernel.params)
+    for letter, value in zip(step.kernel.params, step.args):
+        kinds = {"T": TensorMapArg, "P": (Operand, NullPointer), "q": int, "i": int, "f": float}[letter]
+        assert isinstance(value, kinds), (letter, value)
+    assert step.grid == ((8 * 4 * 2 if schedule == "single" else min(64, 132)), 1, 1)
+    assert step.block == (384, 1, 1)
+    assert step.programmatic == (len(steps) == 2) == (schedule == "dynamic")
+    assert workspace_of(steps) == ((COUNTER,) if schedule == "dynamic" else ())
+
+
+def test_a_persistent_grid_is_no_larger_than_the_device():
+    assert plan(batch=50, tiles=HopperTiles(2, 128, schedule="fixed"))[-1].grid == (132, 1, 1)
+    assert plan(batch=50, tiles=HopperTiles(1, 128, 2, False, "fixed", 2))[-1].grid == (264, 1, 1)
+
+
+def test_maps_are_what_tma_takes():
+    qkv = Operand("qkv", (2, 1000, 4, 80), (1000 * 3 * 320, 3 * 320, 80, 1), dtypes.bf16, 640)
+    single = Operand(
+        "k", (2, 3000, 1, 80), (240000, 80, 7, 1), dtypes.bf16
+    )  # any stride along an axis of extent 1
+    step = plan(q=qkv, k=single, v=single, dim=80)[-1]
+    maps = [a for a in step.args if isinstance(a, TensorMapArg)]
+    assert [m.box for m in maps] == [(64, 128, 1, 1), (64, 128, 1, 1), (16, 128, 1, 1)]
+    assert maps[0].dims == (80, 1000, 4, 2) and maps[0].strides == (1920, 160, 1920000)
+    for m in maps:
+        assert tensor_map.problems(1 << 20, m) == []
+
+
+def test_nothing_selects_the_kernel_unasked():
+    q = dense("q", (2, 4096, 4, 128), dtypes.bf16)
+    (step,) = plan_attention(q, q, q, dense("out", q.shape, q.dtype), device=DEVICE)
+    assert step.kernel.entry == "attention"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"arch": "sm_80"}, "the device is sm_80"),
+        ({"dtype": dtypes.f32}, "takes f16 and bf16"),
+        ({"keys": 0}, "there is no key"),
+        ({"dim": 20}, "multiples of 16 bytes"),
+        ({"k": Operand("k", (2, 3000, 2, 64), (0, 128, 64, 1), dtypes.bf16)}, "repeat or reverse an axis"),
+        (
+            {"q": Operand("q", (2, 1000, 4, 64), (512000, 512, 128, 2), dtypes.bf16)},
+            "stride 2 along head_dim",
+        ),
+        ({"bias": Operand("bias", (1000, 3000), (1, 1000), dtypes.f32)}, "stride 1000 along the keys"),
+    ],
+)
+def test_what_it_does_not_take_is_named(options, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        plan(**options)
+
+
+def test_work_beyond_31_bits_is_refused():
+    with pytest.raises(UnsupportedError, match="tiles of queries"):
+        plan(queries=1, keys=1, heads=2**11, kv_heads=2**11, batch=2**20)
+
+
+def test_tiles_are_named_for_logs():
+    assert str(HopperTiles(3, 128)) == "192 rows x 128 keys, 2 stages, single, ping-pong"
+    assert "2 blocks an SM" in str(dataclasses.replace(HopperTiles(1, 128), blocks_per_sm=2))
