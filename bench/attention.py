@@ -3,6 +3,7 @@
     python bench/attention.py                                   # BERT shapes, 16k tokens at head dimension 128
     python bench/attention.py --shape 4x2048x16x64:causal --dtype bf16
     python bench/attention.py --shape 4x4096x16x128 --all-tiles
+    python bench/attention.py --hopper                          # the Hopper kernel's tuning run (attention_hopper.py)
 
 A shape is BATCHxTOKENSxHEADSxHEAD_DIM, with `:causal`; the same number of KV heads.  FLOPs count the two products (a
 causal one half); `vs_flash` and `vs_cudnn` are the others' time over ours.  Every variant is compared with a float64
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +24,11 @@ import common
 
 import cki
 from cki.heuristics.attention import AttentionTiles
+from cki.heuristics.attention_hopper import HopperTiles
 from cki.ops.attention import ATTENTION, plan_attention
+from cki.ops.attention_hopper import workspace_of
 from cki.ops.call import call
+from cki.ops.spec import OpSpec
 from cki.plan import Plan
 
 #: (shape, dtype): BERT-large at 4 sequences; 16384 tokens of width 2048; the examples of the field's tutorials.
@@ -85,16 +90,23 @@ def make_inputs(shape: Shape, seed: int) -> tuple[Any, ...]:
     return q, k, v, torch.full(size, float("nan"), device="cuda", dtype=dtype)
 
 
-def cki_call(shape: Shape, tiles: AttentionTiles | None = None) -> Callable[..., Any]:
-    """`f(q, k, v, out)` by CKI; tiles None is the public function with the heuristics' choice."""
-    if tiles is None:
-        return lambda q, k, v, out: cki.attention(q, k, v, causal=shape.causal, out=out)
+@functools.cache
+def spec_with_tiles(tiles: AttentionTiles | HopperTiles) -> OpSpec:
+    """cki.attention's operation with these tiles; kept, because the plan cache knows an operation by its identity."""
 
     def plan(problem: Any, outputs: Any, device: Any) -> Plan:
         operands = (problem["q"], problem["k"], problem["v"], outputs["out"])
-        return Plan(plan_attention(*operands, device=device, causal=problem.attribute("causal"), tiles=tiles))
+        steps = plan_attention(*operands, device=device, causal=problem.attribute("causal"), tiles=tiles)
+        return Plan(steps, workspace_of(steps))
 
-    spec = dataclasses.replace(ATTENTION, plan=plan)
+    return dataclasses.replace(ATTENTION, plan=plan)
+
+
+def cki_call(shape: Shape, tiles: AttentionTiles | HopperTiles | None = None) -> Callable[..., Any]:
+    """`f(q, k, v, out)` by CKI; tiles None is the public function with the heuristics' choice."""
+    if tiles is None:
+        return lambda q, k, v, out: cki.attention(q, k, v, causal=shape.causal, out=out)
+    spec = spec_with_tiles(tiles)
     attributes = (shape.causal, "bottom_right", None, (-1, -1), 0.0, False)
     return lambda q, k, v, out: call(spec, (q, k, v, None, None, None, None), attributes, (out, None))
 
@@ -183,7 +195,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--dtype", choices=sorted(TORCH), default="bf16", help="of the shapes given")
     parser.add_argument("--all-tiles", action="store_true", help="time the other tile sizes too")
+    parser.add_argument(
+        "--hopper", action="store_true", help="check and time every variant of the Hopper kernel"
+    )
+    parser.add_argument(
+        "--hopper-worker", nargs="+", help=argparse.SUPPRESS
+    )  # shape, dtype, candidates to check
     options = parser.parse_args(argv)
+    if options.hopper or options.hopper_worker:
+        import attention_hopper
+
+        if options.hopper_worker:
+            shape, dtype, *names = options.hopper_worker
+            attention_hopper.worker(shape, dtype, names)
+        else:
+            given = [(text, options.dtype) for text in options.shape or ()]
+            attention_hopper.run(given or attention_hopper.CELLS)
+        return
     common.require_gpu()
     wanted = [(text, options.dtype) for text in options.shape] if options.shape else SHAPES
     rows = []

@@ -156,6 +156,27 @@ def graph_time(
     return _summary([graph.elapsed_us() / calls for _ in range(replays)])
 
 
+def graph_times_in_turn(
+    variants: Mapping[str, Callable[..., object]], inputs: Sequence[Any], *, rounds: int = 20
+) -> dict[str, Timing]:
+    """`graph_time` of several implementations on torch tensors, one replay each a round: drift hits all alike."""
+    graphs = {}
+    for name, call in variants.items():
+        for arguments in inputs:
+            call(*arguments)
+        once = _TorchGraph(call, inputs, len(inputs))
+        guess_us = max(min(once.elapsed_us() for _ in range(3)) / len(inputs), 0.5)
+        calls = len(inputs) * max(1, round(2000 / guess_us) // len(inputs))
+        graphs[name] = _TorchGraph(call, inputs, calls), calls
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for number in range(rounds + 2):
+        for name, (graph, calls) in graphs.items():
+            elapsed = graph.elapsed_us() / calls
+            if number >= 2:  # two rounds warm up
+                samples[name].append(elapsed)
+    return {name: _summary(values) for name, values in samples.items()}
+
+
 class _CupyGraph:
     """`calls` calls captured on a stream of CuPy's; `elapsed_us` replays them once."""
 

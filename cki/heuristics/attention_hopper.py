@@ -140,13 +140,17 @@ def tuning_candidates(
         shapes = ((2, 128, 2), (2, 112, 2), (2, 96, 2), (2, 80, 2))
     else:
         shapes = ((2, 80, 2), (2, 64, 2))
-    ordered = "dynamic" if has_limits else "fixed"
-    candidates = [HopperTiles(*shape, schedule=ordered) for shape in shapes]
-    best = candidates[0]
+    best = choose_hopper_tiles(1 << 20, head_dim, value_dim, has_limits, True, device)
+    candidates = [best, *(HopperTiles(*shape, schedule=best.schedule) for shape in shapes)]
+    candidates += [replace(best, schedule=other) for other in SCHEDULES if other != best.schedule]
+    # Without turns a few more registers are needed.
     candidates += [replace(best, ping_pong=False, block_keys=best.block_keys - 16)]
-    candidates += [replace(best, schedule=other) for other in SCHEDULES if other != ordered]
-    if widest <= 64:
-        candidates += [HopperTiles(1, 128, 2, False, schedule, 2) for schedule in ("single", ordered)]
+    if (
+        widest <= 128
+    ):  # short sequences: small tiles, whose blocks overlap each other instead of their own warpgroups
+        keys = 128 if widest <= 64 else 64
+        candidates += [HopperTiles(1, keys, 2, False, schedule, 2) for schedule in ("single", best.schedule)]
+    candidates = list(dict.fromkeys(candidates))
     return tuple(
         c for c in candidates if c.shared_memory(head_dim, value_dim) * c.blocks_per_sm <= 227 * 1024
     )

@@ -261,7 +261,7 @@ def plan_attention(
 
     Arguments are those of `attention`, already checked.  lse: row-major f32 [batch, heads, queries], or None.
     tiles: instead of the heuristics' choice (benchmarks).  HopperTiles select the Hopper kernel, which heuristics do
-    not select yet; its dynamic schedule needs the workspace that `attention_hopper.workspace_of(steps)` names.
+    not select yet; their dynamic schedule needs the workspace of `attention_hopper.workspace_of(steps)`.
     """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
@@ -388,13 +388,10 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     for dtype in (bf16, f32):
         add(dtype, 5, causal=True)
         add(dtype, 64, stride=2, causal=True)
-    if arch == "sm_90a":  # the Hopper kernel: selected by its tiles
-        for head_dim in (64, 128, 256):
-            add(
-                dtypes.bf16, head_dim, tiles=choose_hopper_tiles(512, head_dim, head_dim, False, True, device)
-            )
-        for dim in (64, 80, 128, 256):
-            add(dtypes.f16, dim, causal=True, tiles=choose_hopper_tiles(512, dim, dim, True, True, device))
-        every = {"window": (100, 20), "softcap": 30.0, "bias": bias, "mask": mask, "alibi_slopes": slopes}
-        add(dtypes.bf16, 128, **every, tiles=choose_hopper_tiles(512, 128, 128, True, False, device))
+    if arch == "sm_90a":  # the Hopper kernel
+        for dim, causal in [(d, c) for d in (64, 80, 128, 256) for c in (False, True) if d != 80 or c]:
+            add(bf16, dim, causal=causal, tiles=choose_hopper_tiles(512, dim, dim, causal, True, device))
+        tiles = choose_hopper_tiles(512, 128, 128, True, False, device)
+        every: dict[str, Any] = {"bias": bias, "mask": mask, "alibi_slopes": slopes, "tiles": tiles}
+        add(f16, 128, window=(100, 20), softcap=30.0, **every)
     return list(found)

@@ -1,0 +1,196 @@
+"""The Hopper attention kernel: all candidates checked, then timed in turn with the generic kernel, cuDNN and FA3.
+
+    python bench/attention.py --hopper                                 # all cells, about 8 minutes on an H200
+    python bench/attention.py --hopper --shape 2x8192x16x128:causal --dtype bf16
+
+Two phases.  First each distinct kernel is checked in a worker process (the bound of the tests, on a shape that wraps
+the rings); a worker that dies or is silent for a minute costs its candidate only, not the run.  Then all sound
+candidates and the others of a shape are captured as graphs and replayed in turn, one replay each a round, so that the
+clock's drift hits all alike.  A shape's rows are written when it is done: results/attention_hopper.csv, with
+`vs_generic`, `vs_cudnn`, `vs_fa3` as their time over the candidate's.  The last lines name the best candidate of each
+shape and the geometric mean over shapes of the best peer's time over ours.
+
+FA3 is measured where `flash_attn_interface` can be imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import math
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attention
+import common
+import numpy as np
+from attention import Shape
+
+from cki.device import sim_device
+from cki.heuristics.attention import padded
+from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles, tuning_candidates
+
+DIMS = (64, 128, 256)
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+#: 16384 tokens of width 2048 in bf16, then BERT-large at 4 sequences in f16.
+CELLS = (
+    *(
+        (f"{16384 // n}x{n}x{2048 // d}x{d}{c}", "bf16")
+        for d in DIMS
+        for c in ("", ":causal")
+        for n in TOKENS
+    ),
+    *((f"4x{n}x16x64", "f16") for n in (128, 512, 1024, 2048, 4096)),
+)
+SILENCE_SECONDS = 60
+ROUNDS = 20
+
+
+def candidates(shape: Shape) -> dict[str, HopperTiles]:
+    """Tiles by name, the heuristics' own choice first."""
+    dim, device = padded(shape.dim), sim_device("sm_90a")  # the sizes of an H200
+    chosen = choose_hopper_tiles(shape.tokens, dim, dim, shape.causal, True, device)
+    found = dict.fromkeys((chosen, *tuning_candidates(dim, dim, shape.causal, device)))
+    return {f"hopper {tiles}": tiles for tiles in found}
+
+
+def check_shape(shape: Shape) -> Shape:
+    """A small shape that compiles to the same kernels: several tiles of queries for a few blocks, rings wrapped."""
+    return shape._replace(batch=2, tokens=1111)
+
+
+def worker(text: str, dtype: str, names: Sequence[str]) -> None:
+    """Checks the named candidates; one line before and one after each."""
+    shape = check_shape(attention.parse(text, dtype))
+    tiles = candidates(attention.parse(text, dtype))
+    inputs = attention.make_inputs(shape, 0)
+    for name in names:
+        print(f"BEGIN {name}", flush=True)
+        run = attention.cki_call(shape, tiles[name])
+        try:
+            for _ in range(3):  # the dynamic schedule's counter is used again
+                attention.check(shape, run, inputs, name)
+        except SystemExit as error:
+            print(f"WRONG {error}", flush=True)
+        else:
+            print(f"SOUND {name}", flush=True)
+
+
+def sound(text: str, dtype: str, names: Sequence[str]) -> list[str]:
+    """The candidates that compute the right thing; prints what is wrong with the others."""
+    left, good = list(names), []
+    while left:
+        script = [
+            sys.executable,
+            str(Path(__file__).with_name("attention.py")),
+            "--hopper-worker",
+            text,
+            dtype,
+        ]
+        process = subprocess.Popen([*script, *left], stdout=subprocess.PIPE, text=True)
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
+        current = left[0]
+        try:
+            while (line := lines.get(timeout=SILENCE_SECONDS)) is not None:
+                word, _, rest = line.strip().partition(" ")
+                if word == "BEGIN":
+                    current = rest
+                elif word in ("SOUND", "WRONG"):
+                    left.remove(current)
+                    good += [current] if word == "SOUND" else []
+                    if word == "WRONG":
+                        print(f"{text} {dtype}: {rest}", flush=True)
+            failure = f"worker ended with {process.wait()}"
+        except queue.Empty:
+            process.kill()
+            failure = f"silent for {SILENCE_SECONDS} s"
+        if left:
+            print(f"{text} {dtype}: {current}: {failure}", flush=True)
+            left.remove(current)
+    return good
+
+
+def _forward(stream: Any, lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def fa3_call(shape: Shape) -> Callable[..., Any] | None:
+    """FlashAttention-3's function, or None where it is not installed."""
+    try:
+        attend = importlib.import_module("flash_attn_interface").flash_attn_func
+    except ImportError:
+        return None
+    return lambda q, k, v, out: attend(q, k, v, causal=shape.causal)
+
+
+def measure(text: str, dtype: str, names: Sequence[str]) -> list[dict[str, object]]:
+    """Rows of one shape, all implementations in turn."""
+    shape = attention.parse(text, dtype)
+    tiles = candidates(shape)
+    variants: dict[str, Callable[..., Any]] = {"generic": attention.cki_call(shape)}
+    variants |= {name: attention.cki_call(shape, tiles[name]) for name in names}
+    variants["cudnn"] = attention.torch_call(shape, "cudnn")
+    if (fa3 := fa3_call(shape)) is not None:
+        variants["fa3"] = fa3
+    inputs = common.rotated(lambda seed: attention.make_inputs(shape, seed), shape.nbytes, limit=8)
+    times = common.graph_times_in_turn(variants, inputs, rounds=ROUNDS)
+    rows = []
+    for name, timing in times.items():
+        ratios = {
+            f"vs_{other}": round(times[other].median_us / timing.median_us, 3)
+            for other in ("generic", "cudnn", "fa3")
+            if other in times and other != name
+        }
+        rows.append(
+            common.row(
+                "attention", str(shape), dtype, name, timing, nbytes=shape.nbytes, flops=shape.flops, **ratios
+            )
+        )
+    return rows
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The best candidate of each shape, its ratio to the best peer, and the geometric mean of these ratios."""
+    lines, ratios = [], []
+    for key in dict.fromkeys((row["problem"], row["dtype"]) for row in rows):
+        own = [row for row in rows if (row["problem"], row["dtype"]) == key]
+        peers = [row["median_us"] for row in own if row["implementation"] in ("cudnn", "fa3")]
+        ours = [row for row in own if str(row["implementation"]).startswith("hopper")]
+        if not ours or not peers:
+            continue
+        best = min(ours, key=lambda row: row["median_us"])
+        ratios.append(min(peers) / best["median_us"])
+        lines.append(f"{ratios[-1]:.3f}  {key[0]} {key[1]}: {best['implementation']}, {best['median_us']} us")
+    if ratios:
+        lines.append(
+            f"{math.exp(float(np.mean(np.log(ratios)))):.3f}  geometric mean of {len(ratios)} shapes"
+        )
+    return lines
+
+
+def run(wanted: Sequence[tuple[str, str]]) -> None:
+    """Checks, times, writes the CSV after every shape, prints the summary."""
+    common.require_gpu()
+    checked: dict[tuple[int, bool, str, str], bool] = {}
+    rows: list[dict[str, object]] = []
+    for text, dtype in wanted:
+        shape = attention.parse(text, dtype)
+        names = list(candidates(shape))
+        keys = {name: (shape.dim, shape.causal, dtype, name) for name in names}
+        if unknown := [name for name in names if keys[name] not in checked]:
+            good = sound(text, dtype, unknown)
+            checked |= {keys[name]: name in good for name in unknown}
+        rows += measure(text, dtype, [name for name in names if checked[keys[name]]])
+        with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
+            common.write_csv("attention_hopper", rows)
+        print(f"measured {text} {dtype}", flush=True)
+    print("\n".join(summary(rows)))
