@@ -79,6 +79,10 @@ class TorchAdapter(Adapter):
         return Guard("{t}.data_ptr()", tuple(conditions), constants, (AttributeError, RuntimeError))
 
     def check(self, tensor: torch.Tensor, name: str = "tensor", output: bool = False) -> list[str]:
+        if tensor.is_nested:
+            return [
+                f"{name} is a nested tensor; {name}.values() with offsets, or {name}.to_padded_tensor(0.0)"
+            ]
         problems = []
         if tensor.requires_grad and _is_grad_enabled():
             problems.append(

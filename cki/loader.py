@@ -16,13 +16,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from cki import capture_state, source
 from cki.adapter import Adapter, adapter_of, common_adapter, common_device, stream_handle, type_name
 from cki.arguments import LETTER_MEANING, NUMBERS
+from cki.constants import checked_constants
 from cki.device import DeviceInfo, cuda_device, current
 from cki.dtypes import u64
 from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError
@@ -87,7 +88,10 @@ class Kernel:
         adapter, views = self._views(args, named)
         device = _device_of(adapter, views)
         pointers, maps = self._words(args, views)
-        key = (_triple(grid), _triple(block), smem, _triple(cluster), cooperative, device, maps)
+        key = (
+            _triple("grid", grid), _triple("block", block), _shared_bytes(smem), _triple("cluster", cluster),
+            bool(cooperative), device, maps,
+        )  # fmt: skip
         executable = self._executables.get(key) or self._prepare(*key, key=key)
         handle = named
         if handle is None:
@@ -172,14 +176,25 @@ class Kernel:
         return executable
 
 
-def _triple(sizes: int | Sequence[int]) -> tuple[int, int, int]:
-    given = (sizes,) if isinstance(sizes, (int, np.integer)) else tuple(sizes)
-    if not 1 <= len(given) <= 3 or any(
-        isinstance(s, bool) or not isinstance(s, (int, np.integer)) for s in given
-    ):
-        raise InvalidArgumentError(f"{sizes!r} is not one to three integers")
+def _triple(name: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
+    is_listed = isinstance(sizes, Sequence) or (isinstance(sizes, np.ndarray) and sizes.ndim == 1)
+    given: tuple[Any, ...] = tuple(sizes) if is_listed else (sizes,)  # type: ignore[arg-type]
+    if not all(_is_integer(size) for size in given):
+        raise InvalidTypeError(f"{name} is {sizes!r}, not one to three integers")
+    if not 1 <= len(given) <= 3:
+        raise InvalidArgumentError(f"{name} is {sizes!r}, not one to three integers")
     x, y, z = (*(int(size) for size in given), 1, 1)[:3]
     return x, y, z
+
+
+def _shared_bytes(smem: object) -> int:
+    if not _is_integer(smem):
+        raise InvalidTypeError(f"smem is {smem!r}, not an integer", hint="dynamic shared memory in bytes")
+    return int(smem)
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _device_of(adapter: Adapter | None, views: Sequence[TensorView | None]) -> DeviceInfo:
@@ -208,6 +223,8 @@ def _pointer_problem(parameter: Parameter, arg: Any, view: TensorView | None) ->
         return f"{parameter.name} is {type_name(type(arg))}, the kernel takes a tensor (or None)"
     if parameter.element is not None and parameter.element != view.dtype:
         return f"{parameter.name} is a {view.dtype} tensor, the kernel takes {parameter.element}*"
+    if view.ptr % view.dtype.itemsize:
+        return f"{parameter.name} lies at no multiple of its element size {view.dtype.itemsize}"
     return ""
 
 
@@ -256,15 +273,21 @@ def load(
     constants: put in front of the source: bool, int and float as `constexpr`, a `cki.dtypes` type as `using`.
 
     Includes: `"..."` beside the file or below cuda_src (`"ptx/mma.cuh"`); `<...>` CUDA's headers, on the GPU only.
-    Raises InvalidArgumentError when the kernel or its parameters cannot be found, CompileError at the first launch.
+    Raises InvalidTypeError or InvalidArgumentError when an argument is wrong or the kernel or its parameters cannot be
+    found, CompileError at the first launch.
     """
+    if not isinstance(path_or_text, (str, Path)):
+        raise InvalidTypeError(
+            f"path_or_text is {type_name(type(path_or_text))}",
+            hint="a path, or the source text itself, as str",
+        )
     path = _as_file(path_or_text)
-    given = dict(constants or {})
+    given = checked_constants(constants)
     name, parameter_list = find_entry(source.read(path), entry, str(path))
     parameters = (
         parse_parameters(parameter_list, given, name)
         if params is None
-        else parameters_from_letters(params, name)
+        else parameters_from_letters(params, parameter_list, name)
     )
     letters = "".join(parameter.letter for parameter in parameters)
     return Kernel(
@@ -275,6 +298,10 @@ def load(
 def _as_file(path_or_text: str | Path) -> Path:
     """The source as a file.  Text gets a name made of its content, so that compiled kernels are found again."""
     if isinstance(path_or_text, Path) or not ("\n" in path_or_text or "{" in path_or_text):
+        if not str(path_or_text) or "\0" in str(path_or_text):
+            raise InvalidArgumentError(
+                f"{path_or_text!r} is no path", hint="a path, or the source text itself"
+            )
         path = Path(path_or_text).expanduser().resolve()
         if not path.is_file():
             raise InvalidArgumentError(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cki import dtypes
 from cki.dtypes import DType
-from cki.errors import InvalidArgumentError
+from cki.errors import InvalidArgumentError, InvalidTypeError
 
 _NUMBERS = {
     "int": "i", "signed": "i", "signed int": "i", "i32": "i", "int32_t": "i",
@@ -127,8 +127,20 @@ def parse_parameters(
     return tuple(parameters)
 
 
-def parameters_from_letters(letters: str, entry: str) -> tuple[Parameter, ...]:
-    """Parameters stated by the caller, one letter each."""
+def parameters_from_letters(letters: str, parameter_list: str, entry: str) -> tuple[Parameter, ...]:
+    """Parameters stated by the caller, one letter each.
+
+    Their number must be the declaration's, or a launch reads arguments that are not there.  A declaration that may be
+    a macro (one word) is not counted.
+    """
+    if not isinstance(letters, str):
+        raise InvalidTypeError(f"params of {entry} is {letters!r}, not a str", hint=_LETTERS)
+    declared = _split(parameter_list)
+    if len(declared) != len(letters) and all(re.search(r"\W", declaration) for declaration in declared):
+        raise InvalidArgumentError(
+            f"params={letters!r} states {len(letters)} parameters, {entry} declares {len(declared)}",
+            hint=f"one letter a parameter: {_LETTERS}",
+        )
     unknown = sorted(set(letters) - set("PiIqQfdT"))
     if unknown:
         raise InvalidArgumentError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cki
 from cki import dtypes
-from cki.errors import CompileError, DeviceError, InvalidArgumentError, InvalidTypeError
+from cki.errors import CkiError, CompileError, DeviceError, InvalidArgumentError, InvalidTypeError
 from cki.signature import Parameter, find_entry, parse_parameters
 from tests.conftest import DeviceUnderTest
 
@@ -169,6 +170,83 @@ def test_bad_arguments_are_all_named_before_any_launch(device: DeviceUnderTest) 
         kernel(8, 128, [1.0], y, 2.5, 1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "grid", "options"),
+    [
+        (InvalidTypeError, "grid is 1.0, not one to three integers", 1.0, {}),
+        (InvalidTypeError, "grid is None", None, {}),
+        (InvalidTypeError, "grid is '12'", "12", {}),
+        (InvalidTypeError, "grid is True", True, {}),
+        (InvalidTypeError, "grid is array(3)", np.array(3), {}),
+        (InvalidArgumentError, "grid is (1, 1, 1, 1)", (1, 1, 1, 1), {}),
+        (InvalidArgumentError, "grid (0, 1, 1) is not three positive sizes", 0, {}),
+        (InvalidTypeError, "cluster is None", 1, {"cluster": None}),
+        (InvalidTypeError, "smem is 1024.0, not an integer", 1, {"smem": 1024.0}),
+        (InvalidTypeError, "smem is [1], not an integer", 1, {"smem": [1]}),
+        (InvalidArgumentError, "-1 bytes of shared memory", 1, {"smem": -1}),
+    ],
+)
+def test_geometry_of_a_wrong_type(
+    kind: type[CkiError], words: str, grid: Any, options: dict[str, Any]
+) -> None:
+    kernel = cki.load(SCALE, constants={"kBlock": 128})
+    with pytest.raises(kind) as caught, cki.device("sim"):
+        kernel(grid, 128, X, X.copy(), 2.5, X.size, **options)
+    assert words in str(caught.value)
+
+
+def test_numpy_integers_for_geometry(device: DeviceUnderTest) -> None:
+    x, y = device.array(X), device.empty(X.shape, np.float32)
+    cki.load(SCALE, constants={"kBlock": np.int64(128)})(
+        np.array([8, 1]), np.int32(128), x, y, 2.5, X.size, smem=np.int64(1024)
+    )
+    np.testing.assert_array_equal(device.numpy(y), 2.5 * X)
+
+
+def test_misaligned_tensor() -> None:
+    y = np.ndarray(8, np.float32, np.zeros(33, np.uint8), offset=1)
+    with pytest.raises(InvalidArgumentError, match="y lies at no multiple of its element size 4"):
+        with cki.device("sim"):
+            cki.load(SCALE, constants={"kBlock": 128})(1, 128, X, y, 2.5, 8)
+
+
+def test_constants_that_no_source_can_hold() -> None:
+    bad = {
+        "k x": 1,
+        "kText": "text",
+        "kList": [1],
+        "kNan": float("nan"),
+        "kWide": 2**70,
+        5: 1,
+        "kLarge": 1e300,
+    }
+    with pytest.raises(InvalidArgumentError) as caught:
+        cki.load(SCALE, constants=bad)  # type: ignore[arg-type]
+    for name in bad:
+        assert repr(name) in str(caught.value) or f"{name} is " in str(caught.value)
+    with pytest.raises(InvalidTypeError, match="constants is list"):
+        cki.load(SCALE, constants=[1])  # type: ignore[arg-type]
+
+
+def test_numpy_constants_keep_their_kind(device: DeviceUnderTest) -> None:
+    text = 'extern "C" __global__ void k(float* x) { int a[kN] = {7}; x[0] = a[kN / 2 - 1] / 2 * (kOn ? kF : 0); }'
+    x = device.array(X[:1])
+    cki.load(text, constants={"kN": np.int32(3), "kOn": np.bool_(True), "kF": np.float32(0.5)})(1, 1, x)
+    assert device.numpy(x)[0] == 1.5
+
+
+@pytest.mark.parametrize("source", [None, 5, SCALE.encode()])
+def test_source_of_a_wrong_type(source: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="path_or_text is"):
+        cki.load(source)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_text_that_is_no_path(path: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="is no path"):
+        cki.load(path)
+
+
 def test_read_only_array_for_a_written_parameter() -> None:
     y = np.zeros_like(X)
     y.flags.writeable = False
@@ -245,3 +323,10 @@ def test_stated_parameters(device: DeviceUnderTest) -> None:
     assert device.numpy(x)[0] == 7.5
     with pytest.raises(InvalidArgumentError, match="unknown letters"):
         cki.load(text, params="Px")
+    with pytest.raises(InvalidArgumentError, match="states 1 parameters, k declares 2"):
+        cki.load(text, params="P")
+    with pytest.raises(InvalidTypeError, match="params of k is 5"):
+        cki.load(text, params=5)  # type: ignore[arg-type]
+    macro = f"#define ARGUMENTS float* x, Odd o\n{text.replace('float* x, Odd o', 'ARGUMENTS')}"
+    cki.load(macro, params="Pf")(1, 1, x, 8.5)
+    assert device.numpy(x)[0] == 8.5

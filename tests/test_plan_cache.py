@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -120,6 +121,42 @@ def test_misaligned_out() -> None:
     assert "no multiple of its element size 4" in refused(InvalidArgumentError, x=X, out=out)
 
 
+def _misaligned(array: np.ndarray) -> np.ndarray:
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    copy = np.ndarray(array.shape, array.dtype, memory, offset=1)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: cki.layer_norm(x), lambda x: cki.layer_norm(X, residual=x), lambda x: cki.rms_norm(x),
+    lambda x: cki.attention(*[x.reshape(1, 8, 1, 125)] * 3), lambda x: cki.linear(x, X.T),
+    lambda x: cki.mean_pool(x.reshape(1, 8, 125), np.ones((1, 8), bool)),
+    lambda x: cki.embed_tokens(np.zeros((1, 3), np.int32), x),
+    lambda x: cki.merge_states(x, np.zeros(8, np.float32)),
+])  # fmt: skip
+def test_misaligned_input(call: Callable[[np.ndarray], object]) -> None:
+    with pytest.raises(InvalidArgumentError, match="no multiple of its element size 4"), cki.device("sim"):
+        call(_misaligned(X))
+
+
+@pytest.mark.parametrize("factor", [1e300, -1e39, 10**400, float("inf"), np.float64("nan")])
+def test_number_beyond_fp32(factor: float) -> None:
+    text = refused(InvalidArgumentError, x=X, factor=factor)
+    assert "factor is" in text
+    assert "not a finite number of fp32" in text
+    assert len(text) < 300
+
+
+def test_numpy_numbers_for_attributes() -> None:
+    q = np.random.default_rng(0).normal(size=(1, 6, 1, 8)).astype(np.float32)
+    with cki.device("sim"):
+        got = cki.attention(
+            q, q, q, window=(np.int64(2), np.int32(0)), scale=np.float32(0.5), causal=np.bool_(True)
+        )  # type: ignore[arg-type]
+        np.testing.assert_array_equal(got, cki.attention(q, q, q, window=(2, 0), scale=0.5, causal=True))
+
+
 def test_out_shifted_over_an_input() -> None:
     memory = np.zeros(9 * 125, np.float32)
     x, out = memory[: 8 * 125].reshape(8, 125), memory[125:].reshape(8, 125)
@@ -222,6 +259,9 @@ def test_held_plan_checks_shape_dtype_and_count(device: DeviceUnderTest) -> None
 def test_hold_refuses_what_is_no_operation() -> None:
     with pytest.raises(InvalidArgumentError, match="no single operation"):
         cki.hold(lambda x, stream: x, X)
+    for function in (np.sum, None, lambda x: x):
+        with pytest.raises(InvalidTypeError, match="takes no stream="):
+            cki.hold(function, X)  # type: ignore[arg-type]
 
 
 def test_entries_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from cki.ops.spec import Attribute, OpSpec, OutputSpec, Problem
 from cki.plan import Plan
 from cki.tensor import TensorView
 
+#: The largest number of fp32, the type in which kernels take attributes.
+_LARGEST = float(np.finfo(np.float32).max)
 #: Bytes that divide the address of what `Adapter.empty` returns.
 _OUTPUT_ALIGNMENT = {"cuda": 256, "sim": 64}
 
@@ -66,6 +68,7 @@ def bind(
     values, problems = _attribute_values(spec, attributes)
     operands = {name: _operand(name, views[name]) if name in views else None for name in input_names}
     problem = Problem(operands, values)
+    _check_alignment(problem)
     spec.check(problem)
     problem.violations[:0] = problems
     outputs: dict[str, OutputSpec] = {}
@@ -171,21 +174,33 @@ def _attribute_value(attribute: Attribute, given: Any) -> tuple[Any, str]:
         and isinstance(given, (int, float, np.floating, np.integer))
         and not isinstance(given, bool)
     ):
-        value = float(given)
-        return (
-            (value, "")
-            if math.isfinite(value)
-            else (attribute.default, f"{name} is {value}, not a finite number")
-        )
+        return (float(given), "") if -_LARGEST <= given <= _LARGEST else (
+            attribute.default, f"{name} is {_shown(given)}, not a finite number of fp32"
+        )  # fmt: skip
     if kind is int and isinstance(given, (int, np.integer)) and not isinstance(given, bool):
         return int(given), ""
     if kind is bool and isinstance(given, (bool, np.bool_)):
         return bool(given), ""
     if kind is tuple and isinstance(given, (tuple, list)):
-        return tuple(given), ""
+        return tuple(int(item) if isinstance(item, np.integer) else item for item in given), ""
     if kind is str and isinstance(given, str):
         return given, ""
-    return attribute.default, f"{name} is {given!r} of type {type(given).__name__}, not {kind.__name__}"
+    return attribute.default, f"{name} is {_shown(given)} of type {type(given).__name__}, not {kind.__name__}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_alignment(problem: Problem) -> None:
+    """Note inputs that lie at no multiple of their element's size: a GPU cannot read them."""
+    for name, operand in problem.operands.items():
+        if operand is not None and operand.size and operand.alignment % operand.dtype.itemsize:
+            size = operand.dtype.itemsize
+            problem.reject(
+                f"{name} lies at no multiple of its element size {size}", f"{name} aligned to {size} bytes"
+            )
 
 
 def _check_outs(

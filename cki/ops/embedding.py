@@ -108,10 +108,10 @@ def _check_embed(problem: Problem) -> None:
                 f"{name} has strides {table.strides}: rows with gaps between elements",
                 f"{name} with dense rows",
             )
-        if table.shape[1] != word.shape[-1]:
+        if word.ndim == 2 and table.shape[1] != word.shape[1]:
             problem.reject(
                 f"{name} has shape {table.shape}, word_table has shape {word.shape}",
-                f"{name} of width {word.shape[-1]}",
+                f"{name} of width {word.shape[1]}",
             )
         if table.dtype != word.dtype:
             problem.reject(f"{name} is {table.dtype}, word_table is {word.dtype}", f"{name} of {word.dtype}")

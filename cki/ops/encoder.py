@@ -28,7 +28,7 @@ from cki.ops.encoder_blocks import (
     plan_attention_block,
     plan_feed_forward,
 )
-from cki.ops.linear import Activation, check_alignment, check_linear, check_vector
+from cki.ops.linear import Activation, check_linear, check_vector
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import Plan
 
@@ -158,7 +158,6 @@ def _check_mask(problem: Problem, heads: int) -> None:
 
 def _check_block(problem: Problem, gamma: str, beta: str) -> bool:
     """The rules of an attention block; whether x's hidden size is known."""
-    check_alignment(problem)
     x = problem["x"]
     if x.dtype not in _FLOATS:
         problem.reject(f"x is {x.dtype}", "x of f32, f16 or bf16")

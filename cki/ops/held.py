@@ -7,12 +7,13 @@ look for memory that overlaps, nor at gradients: nothing is recorded for autogra
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from cki import capture_state
 from cki.adapter import BY_TYPE, Adapter, type_name
-from cki.errors import InvalidArgumentError
+from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.ops.call import Planned, PlanRequest, common_adapter_of, find_entry, tensor_names
 from cki.ops.entry import Entry
 from cki.ops.match import Matcher, matcher
@@ -113,12 +114,27 @@ def _recogniser(adapter: Adapter, examples: Sequence[Any], keys: Sequence[Any]) 
     return read
 
 
+def _takes_stream(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a built-in function
+        return False
+    return any(p.name == "stream" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def hold(function: Callable[..., Any], *args: Any, **kwargs: Any) -> HeldPlan:
     """Check, plan and compile a call once: `hold(cki.layer_norm, x, weight, bias, eps=1e-6)`.
 
     function: an operation of CKI.  args, kwargs: as for a call of it; tensors serve as examples and are not kept.
     Nothing is launched.  Only for frameworks whose tensors have an address (NumPy, CuPy, torch).
+
+    Raises what the operation raises, InvalidTypeError for what is no function with `stream=`, and InvalidArgumentError
+    for a function that calls no operation with it.
     """
+    if not callable(function) or not _takes_stream(function):
+        raise InvalidTypeError(
+            f"{function!r} is no operation of CKI: it takes no stream=", hint="cki.layer_norm and the like"
+        )
     try:
         function(*args, **{**kwargs, "stream": PlanRequest()})
     except Planned as planned:

@@ -242,19 +242,8 @@ def check_vector(problem: Problem, name: str, extent: int, x: Operand) -> None:
         problem.reject(f"{name} has shape {vector.shape}", f"{name} of shape ({extent},)")
 
 
-def check_alignment(problem: Problem) -> None:
-    """Note tensors that lie at no multiple of their element's size: no kernel can read them."""
-    for name, operand in problem.operands.items():
-        if operand is not None and operand.size and operand.alignment % operand.dtype.itemsize:
-            size = operand.dtype.itemsize
-            problem.reject(
-                f"{name} lies at no multiple of its element size {size}", f"{name} aligned to {size} bytes"
-            )
-
-
 def _check(problem: Problem) -> None:
     x, layout = problem["x"], problem.attribute("weight_layout")
-    check_alignment(problem)
     if x.dtype not in _TYPES:
         problem.reject(f"x is {x.dtype}", f"x of {_TYPE_NAMES}")
     if problem.attribute("activation") not in ACTIVATIONS:

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import cki  # noqa: E402
 from cki import dtypes  # noqa: E402
 from cki.adapter import BY_TYPE, adapter_of, require_valid  # noqa: E402
 from cki.adapters.torch import _FROM_TORCH  # noqa: E402
@@ -169,6 +170,13 @@ def test_refused_tensors(kind):
     # No plan made for an accepted tensor may match a refused one.
     plain = torch.zeros(tuple(tensor.shape), dtype=torch.float32)
     assert ADAPTER.signature(tensor)[1] != ADAPTER.signature(plain)[1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)])
+    with pytest.raises(InvalidTypeError, match="x is a nested tensor"), cki.device("sim"):
+        cki.layer_norm(nested)
 
 
 def test_tensors_inside_torch_func_transforms_are_refused():

@@ -160,6 +160,7 @@ class TestErrors:
             ((ids.astype(np.float32), word), {}, "token_ids is f32"),
             ((ids[None], word), {}, "token_ids has shape (1, 2, 3)"),
             ((ids, word[0]), {}, "word_table has shape (8,)"),
+            ((ids, word[0, :1].reshape(()), word), {}, "word_table has shape ()"),
             ((ids, word.astype(np.int32)), {}, "word_table is i32"),
             ((ids, word[:, ::2]), {}, "word_table has strides (8, 2): rows with gaps"),
             ((ids, word, word[:, :4]), {}, "position_table has shape (5, 4), word_table has shape (5, 8)"),
