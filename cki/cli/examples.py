@@ -78,6 +78,12 @@ def _embedding() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _states() -> dict[str, Any]:
+    lses = np.array(_normal(1, 3, 5, 2), np.float32)
+    lses[0, 2] = -np.inf
+    return {"outs": _normal(0, 3, 5, 2, 100), "lses": lses}
+
+
 def _pool() -> dict[str, Any]:
     return {"x": _normal(0, 2, 17, 100), "mask": np.arange(17)[None, :] < np.array([[17], [5]])}
 
@@ -93,6 +99,7 @@ _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "encoder_layer": lambda: [_layer()],
     "embed_tokens": lambda: [_embedding()],
     "mean_pool": lambda: [_pool()],
+    "merge_states": lambda: [_states()],
 }
 NAMES = tuple(_PROBLEMS)
 
