@@ -233,8 +233,11 @@ def _release_function() -> Callable[[int], None]:
     return release
 
 
-def _collect_unconsumed() -> None:
-    """Let go of tensors whose capsules were dropped unread (a reader renames the capsule it takes)."""
+def collect_unconsumed() -> None:
+    """Let go of tensors whose capsules were dropped unread (a reader renames the capsule it takes).
+
+    Every export and every new KV cache does so first; a program that needs the memory at once may call it.
+    """
     with _handed_out_lock:
         for index in range(len(_handed_out) - 1, -1, -1):
             if sys.getrefcount(_handed_out[index]) > 2:  # the list's reference and the argument's
@@ -338,7 +341,7 @@ def _capsule_of(view: TensorView, versioned: bool) -> Any:
     address = ctypes.addressof(managed)
     _live[address] = (managed, extents, view.owner)
     name = _NEW_NAME if versioned else _OLD_NAME
-    _collect_unconsumed()
+    collect_unconsumed()
     capsule = _new_capsule(address, name, None)
     _handed_out.append(capsule)
     return capsule

@@ -27,6 +27,14 @@ _dying_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char
 )
 
 
+@pytest.fixture
+def new_exports():
+    """The exports that a consumer holds since the test began: other tests of the process may hold some."""
+    dlpack.collect_unconsumed()
+    before = dict(dlpack._live)
+    return lambda: {address: kept for address, kept in dlpack._live.items() if address not in before}
+
+
 class Producer:
     """A capsule built field by field, as a foreign library would, that counts its deleter's calls."""
 
@@ -301,16 +309,16 @@ def test_export_to_numpy_shares_memory_and_keeps_the_owner():
     assert alive() is None
 
 
-def test_export_that_nobody_takes_releases_the_owner():
+def test_export_that_nobody_takes_releases_the_owner(new_exports):
     owner = np.zeros(5, np.float32)
     alive = weakref.ref(owner)
     for max_version in (None, (1, 0)):
         DLPackExport(view_of(owner)).__dlpack__(max_version=max_version)
     del owner
     gc.collect()
-    dlpack._collect_unconsumed()  # as the next export does
+    dlpack.collect_unconsumed()  # as the next export does
     assert alive() is None
-    assert not dlpack._live
+    assert not new_exports()
 
 
 def test_export_keeps_strides_offset_and_scalars():
@@ -360,11 +368,11 @@ def test_export_makes_the_consumers_stream_wait(stream, told):
         ({"dl_device": (1, 0)}, r"on device \(2, 1\), not on \(1, 0\)"),
     ],
 )
-def test_export_refuses_what_it_cannot_do(arguments, said):
+def test_export_refuses_what_it_cannot_do(arguments, said, new_exports):
     with pytest.raises(BufferError, match=said):
         DLPackExport(cuda_view()).__dlpack__(**arguments)
-    dlpack._collect_unconsumed()  # capsules of earlier tests
-    assert not dlpack._live
+    dlpack.collect_unconsumed()  # capsules of earlier tests
+    assert not new_exports()
 
 
 def test_exit_with_exported_memory_still_held_is_clean():
@@ -382,17 +390,17 @@ def test_exit_with_exported_memory_still_held_is_clean():
     assert (done.returncode, done.stdout, done.stderr) == (0, "1000.0\n", "")
 
 
-def test_deleters_do_nothing_once_the_interpreter_leaves():
+def test_deleters_do_nothing_once_the_interpreter_leaves(new_exports):
     capsule = DLPackExport(view_of(np.zeros(3, np.float32))).__dlpack__()
-    managed = next(iter(dlpack._live.values()))[0]
+    managed = next(iter(new_exports().values()))[0]
     before = managed.deleter
     dlpack._detach_deleters()
     assert managed.deleter not in (None, 0, before)
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(ctypes.addressof(managed))  # harmless
     managed.deleter = before
     del capsule
-    dlpack._collect_unconsumed()
-    assert not dlpack._live
+    dlpack.collect_unconsumed()
+    assert not new_exports()
 
 
 # ---------------------------------------------------------------- __cuda_array_interface__

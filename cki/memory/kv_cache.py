@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from cki import capture_state, driver
+from cki import capture_state, dlpack, driver
 from cki.adapter import stream_handle
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, UnsupportedError
@@ -83,6 +83,7 @@ class PagedKVCache:
         self._can_grow = max_num_blocks is not None
         self._stream = stream_handle(stream)
         self._refuse_capture("a new cache", self._stream)
+        dlpack.collect_unconsumed()  # an export of another cache that nobody took may hold its memory
         self._arena = self._make_arena(arguments.gpu_index(device))
         self._allocator = BlockAllocator(
             wanted.num_blocks, block_size,
