@@ -30,6 +30,7 @@ from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError
 from cki.kernel import ARCHITECTURES, ConstantValue, KernelSpec
 from cki.launch import Executable, check_geometry, prepare
 from cki.operand import Operand
+from cki.ops.overlap import byte_range
 from cki.plan import Plan, Step, TensorMapArg
 from cki.signature import Parameter, find_entry, parameters_from_letters, parse_parameters
 from cki.tensor import TensorView
@@ -90,7 +91,7 @@ class Kernel:
         pointers, maps = self._words(args, views)
         key = (
             _triple("grid", grid), _triple("block", block), _shared_bytes(smem), _triple("cluster", cluster),
-            bool(cooperative), device, maps,
+            bool(cooperative), device, maps, _extents(device, views),
         )  # fmt: skip
         executable = self._executables.get(key) or self._prepare(*key, key=key)
         handle = named
@@ -157,7 +158,8 @@ class Kernel:
 
     def _prepare(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], smem: int, cluster: tuple[int, int, int],
-        cooperative: bool, device: DeviceInfo, maps: tuple[tuple[int, TensorMapArg], ...], *, key: tuple[Any, ...],
+        cooperative: bool, device: DeviceInfo, maps: tuple[tuple[int, TensorMapArg], ...], extents: tuple[int, ...], *,
+        key: tuple[Any, ...],
     ) -> Executable:  # fmt: skip
         # Numbers travel like addresses, as a word that each call writes: the kernel reads its low bytes.
         slots = [f"argument{position}" for position in range(len(self.parameters))]
@@ -169,7 +171,7 @@ class Kernel:
         problems = check_geometry(step, device)
         if problems:
             raise InvalidArgumentError(f"{self.spec.entry} cannot be launched so on {device}", problems)
-        executable = prepare(Plan((step,)), device, slots)
+        executable = prepare(Plan((step,)), device, slots, extents)
         if len(self._executables) >= _EXECUTABLE_LIMIT:
             self._executables.clear()
         self._executables[key] = executable
@@ -214,6 +216,13 @@ def _device_of(adapter: Adapter | None, views: Sequence[TensorView | None]) -> D
         f"the tensors lie in memory of device {place}, but the current device is {wanted.kind}",
         hint='CPU tensors run on the simulated device: `with cki.device("sim"):` or CKI_DEVICE=sim',
     )
+
+
+def _extents(device: DeviceInfo, views: Sequence[TensorView | None]) -> tuple[int, ...]:
+    """Bytes that each tensor spans, for the simulated device's bounds check; 0 for what is no tensor."""
+    if device.kind != "sim":
+        return ()
+    return tuple(0 if view is None else byte_range(view)[1] for view in views)
 
 
 def _pointer_problem(parameter: Parameter, arg: Any, view: TensorView | None) -> str:

@@ -10,7 +10,14 @@ import pytest
 
 import cki
 from cki import dtypes
-from cki.errors import CkiError, CompileError, DeviceError, InvalidArgumentError, InvalidTypeError
+from cki.errors import (
+    CkiError,
+    CompileError,
+    DeviceError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    SimulationError,
+)
 from cki.signature import Parameter, find_entry, parse_parameters
 from tests.conftest import DeviceUnderTest
 
@@ -233,6 +240,20 @@ def test_numpy_constants_keep_their_kind(device: DeviceUnderTest) -> None:
     x = device.array(X[:1])
     cki.load(text, constants={"kN": np.int32(3), "kOn": np.bool_(True), "kF": np.float32(0.5)})(1, 1, x)
     assert device.numpy(x)[0] == 1.5
+
+
+def test_bounds_of_the_tensors_are_checked() -> None:
+    text = 'extern "C" __global__ void k(const float* x, float* y) { y[threadIdx.x + 5] = x ? x[threadIdx.x] : 0; }'
+    kernel = cki.load(text)
+    with cki.device("sim"), cki.sim.checks(bounds=True):
+        kernel(1, 64, X[:64], np.zeros(69, np.float32))
+        kernel(1, 64, None, np.zeros(69, np.float32))
+        with pytest.raises(SimulationError, match="OUT OF BOUNDS"):
+            kernel(1, 64, X[:64], np.zeros(68, np.float32))
+        with pytest.raises(SimulationError, match="OUT OF BOUNDS"):
+            kernel(1, 64, X[:63], np.zeros(69, np.float32))
+        with pytest.raises(SimulationError, match="OUT OF BOUNDS"):
+            kernel(1, 64, X[:64], None)
 
 
 @pytest.mark.parametrize("source", [None, 5, SCALE.encode()])
