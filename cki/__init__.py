@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from cki.ops.merge import merge_states as merge_states
     from cki.ops.norm import layer_norm as layer_norm
     from cki.ops.norm import rms_norm as rms_norm
+    from cki.ops.paged import decode_attention as decode_attention
+    from cki.ops.paged import paged_attention as paged_attention
     from cki.ops.rope import append_kv as append_kv
     from cki.ops.rope import apply_rope as apply_rope
 
@@ -40,6 +42,7 @@ _HOME = {
     "attention": "ops.attention", "linear": "ops.linear", "layer_norm": "ops.norm", "rms_norm": "ops.norm",
     "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding", "merge_states": "ops.merge",
     "append_kv": "ops.rope", "apply_rope": "ops.rope",
+    "paged_attention": "ops.paged", "decode_attention": "ops.paged",
     "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip

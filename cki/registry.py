@@ -21,6 +21,7 @@ FAMILIES = {
     "embedding": "cki.ops.embedding",
     "merge": "cki.ops.merge",
     "rope": "cki.ops.rope",
+    "paged": "cki.ops.paged",
 }
 
 

@@ -21,6 +21,7 @@ from tests.conftest import DeviceUnderTest
 
 COVERED_OPERATIONS = (
     "attention", "layer_norm", "rms_norm", "add_rms_norm", "merge_states", "append_kv", "fp8_quantize", "rope",
+    "decode_paged",
 )  # fmt: skip
 
 #: Cases of operations still to come, by operation.
@@ -28,13 +29,6 @@ LATER_OPERATIONS = {
     "varlen_attention": (
         "varlen_zero_length_segments", "varlen_single_query_segments_with_empties", "varlen_chunked_prefill_mix",
         "error_cu_seqlens_not_monotone",
-    ),
-    "decode_paged": (
-        "paged_table_garbage_past_length", "paged_page_size_1", "paged_page_size_16", "paged_page_size_64",
-        "paged_page_size_256", "paged_zero_length_sequences", "paged_shorter_than_one_page",
-        "paged_shared_prefix_pages", "paged_several_new_tokens", "paged_window_with_freed_pages",
-        "paged_graph_replay_new_lengths", "paged_fp8_kv_scales_both_used", "error_seq_len_beyond_table",
-        "error_index_dtype",
     ),
     "swiglu": ("swiglu_gate_first", "swiglu_up_first", "swiglu_interleaved", "error_odd_gate_up_width"),
     "geglu": ("geglu_erf", "geglu_tanh"),
@@ -59,6 +53,9 @@ ONE_DTYPE_WHEN_SIMULATED = {
         "65537 blocks take about 5 s a type, and the limit of the grid does not depend on the type",
     ),
 }
+
+#: Types in which a case is refused by a rule of the operation.
+REFUSED_DTYPES = {"paged_fp8_kv_scales_both_used": ("float32", "q of f16 or bf16 with e4m3")}
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -104,6 +101,18 @@ def quantized(device: DeviceUnderTest, x: Any) -> Any:
     return codes[0]
 
 
+def decode_paged(device: DeviceUnderTest, tensors: dict[str, Any], params: dict[str, Any]) -> Any:
+    """The case's cache by cki.paged_attention; one with scales is encoded, without loss, as e4m3."""
+    cache = [tensors["k_pages"], tensors["v_pages"]]
+    scales = [params.pop(name, None) for name in ("k_scale", "v_scale")]
+    if scales[0] is not None:
+        heads = cache[0].shape[2]
+        cache = [device.array(device.numpy(pages).astype(ml_dtypes.float8_e4m3fn)) for pages in cache]
+        cache += [device.array(np.full(heads, scale, np.float32)) for scale in scales]
+    table, lengths = tensors["block_table"], tensors["seq_lens"]
+    return cki.paged_attention(tensors["q"], tuple(cache), table, lengths, **params, return_lse=True)
+
+
 def run_case(
     device: DeviceUnderTest, case: cases.Case, inputs: dict[str, Any], dtype: str
 ) -> dict[str, np.ndarray]:
@@ -116,7 +125,7 @@ def run_case(
         if value.dtype.kind == "f":
             target = np.float32 if name in case.fixed else DTYPES[cast.get(name, dtype)]
         else:
-            target = value.dtype
+            target = DTYPES[cast[name]] if name in cast else value.dtype
         tensors[name] = place(device, value, target, case.layouts.get(name))
     params = dict(case.params)
     if case.op == "attention":
@@ -129,6 +138,9 @@ def run_case(
         cache = (tensors["k_pages"], tensors["v_pages"])
         cki.append_kv(tensors["k_new"], tensors["v_new"], cache, tensors["slots"])
         results = {"k_pages": cache[0], "v_pages": cache[1]}
+    elif case.op == "decode_paged":
+        out, lse = decode_paged(device, tensors, params)
+        results = {"out": out, "lse": lse}
     elif case.op == "fp8_quantize":
         codes = quantized(device, tensors["x"])
         return {"codes": device.numpy(codes).reshape(-1).view(np.uint8).astype(np.float64)}
@@ -147,6 +159,10 @@ def run_case(
 @pytest.mark.parametrize(("name", "dtype"), covered("numeric"))
 def test_numeric_case(device: DeviceUnderTest, name: str, dtype: str) -> None:
     case = all_cases()[name]
+    if name in REFUSED_DTYPES and dtype == REFUSED_DTYPES[name][0]:
+        with pytest.raises(cki.CkiError, match=REFUSED_DTYPES[name][1]):
+            run_case(device, case, case.rounded(dtype), dtype)
+        return
     simulated = ONE_DTYPE_WHEN_SIMULATED.get(name)
     if device.kind == "sim" and simulated is not None and simulated[0] != dtype:
         pytest.skip(f"on the simulated device in {simulated[0]} only: {simulated[1]}")
@@ -156,8 +172,9 @@ def test_numeric_case(device: DeviceUnderTest, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), covered("error"))
-def test_error_case(device: DeviceUnderTest, name: str, dtype: str) -> None:
+def test_error_case(device: DeviceUnderTest, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = all_cases()[name]
+    monkeypatch.setenv("CKI_VALIDATE", "1")  # lengths and tables are looked at in this mode only
     assert case.error is not None
     with pytest.raises((ValueError, TypeError)) as caught:
         run_case(device, case, case.rounded(dtype), dtype)

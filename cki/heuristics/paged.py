@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cki.device import DeviceInfo
 
 
@@ -13,3 +15,120 @@ def append_blocks_per_token(tokens: int, heads: int, heads_at_a_time: int, devic
     """
     trips = -(-heads // heads_at_a_time)
     return max(1, min(trips, 4 * device.sm_count // max(tokens, 1)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# decoding (`cuda_src/attention/decode.cu`)
+
+#: Keys of a tile.
+TILE_KEYS = 16
+#: Query rows of one mma.sync tile.
+TILE_ROWS = 8
+#: Sequences up to which the work is cut evenly among blocks.  Above, there are more units than blocks in any case.
+MAX_SPLIT_BATCH = 1024
+#: Registers a thread for queries and output, of 255.
+_ROW_REGISTERS = 100
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What the choice depends on.  rows: queries times query heads a KV head.  Item sizes in bytes.
+
+    positions: the most tiles of 16 keys that all units together can have.
+    """
+
+    batch: int
+    rows: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    token_scales: bool
+    positions: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """warps a block; stages of each warp's ring; row_tiles of 8 rows; rows of a unit; blocks of the grid when split.
+
+    min_blocks: blocks an SM that the compiler must leave room for.  split: whether units are shared by blocks.
+    """
+
+    warps: int
+    stages: int
+    row_tiles: int
+    rows: int
+    blocks: int
+    min_blocks: int
+    split: bool
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    @property
+    def least_positions(self) -> int:
+        """A block gets a tile for each warp at least."""
+        return self.warps
+
+    def state_floats(self, value_dim: int) -> int:
+        """Floats of one state (`StateLayout`)."""
+        return self.rows * (value_dim + 4)
+
+    def shared_memory(self, shape: DecodeShape) -> int:
+        """Bytes: rings, a state a warp or in its place weights of merged parts, weights of warps, the schedule."""
+        ring = self.warps * self.stages * stage_bytes(shape)
+        states = max(self.warps * self.state_floats(shape.value_dim), self.rows * self.blocks)
+        return ring + states * 4 + self.rows * self.warps * 4 + self._schedule_bytes(shape.batch)
+
+    def merge_shared_memory(self, batch: int) -> int:
+        """Bytes of the launch that merges: weights of the parts, the schedule."""
+        return self.rows * self.blocks * 4 + self._schedule_bytes(batch)
+
+    def _schedule_bytes(self, batch: int) -> int:
+        return (2 * (batch if self.split else 1) + 1) * 4
+
+
+def padded_dim(dim: int, itemsize: int) -> int:
+    """A head dimension rounded up to what the products take at once: 16 elements, 32 of e4m3."""
+    unit = 32 if itemsize == 1 else 16
+    return -(-dim // unit) * unit
+
+
+def stage_bytes(shape: DecodeShape) -> int:
+    """Bytes of one tile in a ring: keys and values with 16 bytes of padding a row, and scales of tokens."""
+    row = (
+        padded_dim(shape.head_dim, shape.itemsize) + padded_dim(shape.value_dim, shape.itemsize)
+    ) * shape.itemsize
+    return TILE_KEYS * (row + 32 + (8 if shape.token_scales else 0))
+
+
+def _row_tiles(shape: DecodeShape) -> int:
+    """Row tiles that a warp holds in registers: as many as there are rows, as far as registers go."""
+    words = 4 if shape.itemsize == 4 else 8
+    registers = (
+        padded_dim(shape.value_dim, shape.itemsize) // 4
+        + 2 * padded_dim(shape.head_dim, shape.itemsize) // words // 2
+    )
+    return min(-(-shape.rows // TILE_ROWS), max(1, _ROW_REGISTERS // registers), 3)
+
+
+def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
+    """The configuration for a problem: two blocks an SM where their rings fit, as deep as they fit.
+
+    In a prototype on an H200 (32 query heads, 8 KV heads, 128 elements, bf16), 4 warps with 3 stages and two blocks an
+    SM were the best choice or near it from 1k to 512k keys in all.
+    """
+    tiles = _row_tiles(shape)
+    row_blocks = -(-shape.rows // (tiles * TILE_ROWS))
+    rows = -(-shape.rows // row_blocks)
+    split = shape.batch <= MAX_SPLIT_BATCH and shape.positions < 2**30
+    per_sm = device.shared_memory_per_block + 1024  # the system takes 1 KB of each block's
+    for min_blocks, warps, stages in (
+        (2, 4, 6), (2, 4, 4), (2, 4, 3), (2, 4, 2), (1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 2, 2),
+        (1, 1, 2),
+    ):  # fmt: skip
+        blocks = max(1, min(device.sm_count * min_blocks, -(-shape.positions // warps)))
+        config = DecodeConfig(warps, stages, -(-rows // TILE_ROWS), rows, blocks, min_blocks, split)
+        if config.shared_memory(shape) <= min(per_sm // min_blocks - 1024, device.shared_memory_per_block):
+            return config
+    raise AssertionError(f"head dimensions {shape.head_dim} and {shape.value_dim} fit no configuration")

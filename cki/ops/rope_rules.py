@@ -18,8 +18,8 @@ _INDICES = (dtypes.i32, dtypes.i64)
 def validate(slot_mapping: Any, positions: Any, cos_sin: Any, num_slots: int) -> None:
     """CKI_VALIDATE=1: what lies in device memory."""
     problems = []
-    if slot_mapping is not None:
-        slots = host_values(slot_mapping, "slot_mapping")
+    slots = None if slot_mapping is None else host_values(slot_mapping, "slot_mapping")
+    if slots is not None and slots.dtype.kind == "i":
         outside = slots[(slots < -1) | (slots >= num_slots)]
         if outside.size:
             problems.append(f"slot_mapping holds {int(outside[0])}, the cache has {num_slots} slots")
@@ -29,6 +29,8 @@ def validate(slot_mapping: Any, positions: Any, cos_sin: Any, num_slots: int) ->
             problems.append(f"slot_mapping names slot {twice} more than once")
     if positions is not None and cos_sin is not None:
         values = host_values(positions, "positions")
+        if values.dtype.kind != "i":
+            values = values[:0]  # the rules refuse it
         outside = values[(values < 0) | (values >= cos_sin.shape[0])]
         if outside.size:
             problems.append(f"positions holds {int(outside[0])}, cos_sin has {cos_sin.shape[0]} rows")

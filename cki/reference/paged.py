@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cki.reference.attention import attention
 from cki.reference.rope import apply_rope
 
 #: The largest e4m3 value.
@@ -90,3 +91,62 @@ def quantize_e4m3(x: Any, scale: Any = None) -> tuple[np.ndarray, np.ndarray]:
     scale = np.asarray(scale).astype(np.float64)
     codes = np.clip(x / scale[..., None], -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
     return codes, scale
+
+
+def gathered(cache: np.ndarray, table_row: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows [length, kv_heads, dim], which of them lie in the cache) of one sequence; rows outside are 0."""
+    blocks, block_size = cache.shape[:2]
+    places = [divmod(token, block_size) for token in range(length)]
+    ids = np.array([int(table_row[column]) for column, _ in places], np.int64).reshape(length)
+    inside = (ids >= 0) & (ids < blocks)
+    offsets = np.array([offset for _, offset in places], np.int64).reshape(length)
+    rows = cache[np.where(inside, ids, 0), offsets]
+    return np.where(inside[:, None, None], rows, 0.0), inside
+
+
+def paged_attention(
+    q: Any, cache: Any, block_table: Any, seq_lens: Any, *, scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Any = None, alibi_slopes: Any = None,
+    return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Causal, bottom-right aligned attention of q [batch, queries, heads, dim] over each sequence's keys in the cache.
+
+    cache: (k_cache, v_cache) or with (k_scale, v_scale).  Sequence b has seq_lens[b] keys (cut off at what the table
+    reaches), key j in block block_table[b, j // block_size]; keys of blocks outside the cache, and before the window,
+    are hidden.  See `cki.paged_attention`; logits as in `attention`.
+    """
+    q = np.asarray(q)
+    keys, values = dequantized(*cache)
+    batch, queries, heads, _ = q.shape
+    out, lse = np.zeros((batch, queries, heads, values.shape[3])), np.full((batch, heads, queries), -np.inf)
+    reach = np.shape(block_table)[1] * keys.shape[1]
+    for b in range(batch):
+        length = max(0, min(int(seq_lens[b]), reach))
+        k, inside = gathered(keys, block_table[b], length)
+        v, _ = gathered(values, block_table[b], length)
+        out[b], lse[b] = (
+            part[0] for part in attention(
+                q[b : b + 1], k[None], v[None], causal=True, scale=scale, window=(window[0], -1), softcap=softcap,
+                mask=inside[None, None, None], sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True,
+            )
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def decode_attention(
+    q: Any, k: Any, v: Any, seq_lens: Any = None, *, cu_seqlens_k: Any = None, k_scale: Any = None, v_scale: Any = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """`paged_attention` over dense k, v [batch, capacity, kv_heads, dim] with seq_lens, or ragged [tokens, kv_heads, dim]
+    with cu_seqlens_k [batch + 1]."""
+    k, v = dequantized(k, v, k_scale, v_scale)
+    if cu_seqlens_k is not None:
+        starts = np.asarray(cu_seqlens_k).astype(np.int64)
+        seq_lens = np.diff(starts)
+        longest = max(1, int(seq_lens.max(initial=1)))
+        padded = [np.zeros((len(seq_lens), longest, *t.shape[1:])) for t in (k, v)]
+        for target, source in zip(padded, (k, v)):
+            for b, length in enumerate(seq_lens):
+                target[b, :length] = source[starts[b] : starts[b] + length]
+        k, v = padded
+    return paged_attention(q, (k, v), np.arange(len(q))[:, None], seq_lens, **options)

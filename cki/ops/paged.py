@@ -1,0 +1,285 @@
+"""Attention of a few new tokens over cached keys and values: `paged_attention` over blocks, `decode_attention` over
+dense and ragged caches.
+
+The kernel is `cuda_src/attention/decode.cu`: mma.sync and cp.async, for every GPU from sm_80 on (e4m3 from sm_89).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cki import config, dtypes
+from cki.device import DeviceInfo, sim_device
+from cki.dtypes import DType
+from cki.errors import UnsupportedError
+from cki.heuristics.paged import TILE_KEYS, DecodeConfig, DecodeShape, choose_decode, padded_dim
+from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
+from cki.operand import Operand, dense
+from cki.ops.cache_arguments import cache_tensors, imported
+from cki.ops.call import call
+from cki.ops.paged_rules import check_decode, check_paged, copy_bytes, counters_needed, validate_paged
+from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
+from cki.plan import ArgumentValue, NullPointer, Plan, Step
+
+_PARAMS = "P" * 13 + "q" * 20 + "i" * 8 + "f" * 4
+_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 8
+_LOG2E = math.log2(math.e)
+_PARTIALS = "partials"
+Choice = Callable[[DecodeShape, DeviceInfo], DecodeConfig]
+
+
+def paged_attention(
+    q: Any, cache: Any, block_table: Any, seq_lens: Any, *, scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Any = None, alibi_slopes: Any = None,
+    return_lse: bool = False, counters: Any = None, out: Any = None, stream: Any = None,
+) -> Any:  # fmt: skip
+    """Attention of the newest 1 to 16 tokens of each sequence over a paged cache that holds them already.
+
+    q: [batch, queries, heads, head_dim], f32, f16 or bf16, any strides.
+    cache: a layer of a `PagedKVCache`, or (k_cache, v_cache), or with k_scale and v_scale; caches are [blocks,
+    block_size, kv_heads, dim] by any strides whose last axis is dense, of q's dtype, or e4m3 beside f16 or bf16
+    queries.  Any block size; head dimensions up to 256 whose rows are multiples of 4 bytes (of 16 to be fast).
+    block_table: i32 or i64 [batch, columns]; entries past a sequence's length are not read.
+    seq_lens: i32 or i64 [batch], keys of each sequence, the new tokens included; query i stands at position
+    seq_lens - queries + i and sees the keys up to its own.  0 is an empty place in the batch.
+    window: (left, right); left limits how far back a query sees; blocks before the window are not read.
+    scale, softcap, sinks, alibi_slopes, return_lse, out, stream: as for `cki.attention`.
+    counters: u32 zeros, batch * queries * heads of them, which a call leaves zero; calls that share them must follow
+    one another (one stream).  With them the blocks merge their parts themselves and the second launch is saved.
+
+    Lengths and tables are read on the device: nothing waits for the host, and a captured graph serves other lengths.
+    A length outside the table's reach is cut off, an entry outside the cache hides its keys; CKI_VALIDATE=1 raises
+    instead.  Results repeat bit for bit for the same lengths and batch; how the work is cut, and so the last bits,
+    depends on all lengths of the batch.
+
+    Returns out [batch, queries, heads, value_dim], or (out, lse [batch, heads, queries]).  Raises InvalidArgumentError
+    or InvalidTypeError before any launch, UnsupportedError for e4m3 before sm_89.
+    """
+    tensors = imported((*cache_tensors("paged_attention", cache), block_table, seq_lens), like=q)
+    if config.flag("CKI_VALIDATE"):
+        validate_paged(q, tensors[0], tensors[4], tensors[5], window[0])
+    k_cache, v_cache, k_scale, v_scale, block_table, seq_lens = tensors
+    inputs = (q, k_cache, v_cache, block_table, seq_lens, k_scale, v_scale, sinks, alibi_slopes, counters)
+    return call(PAGED_ATTENTION, inputs, (scale, window, softcap, return_lse), (out, None), stream)
+
+
+def decode_attention(
+    q: Any, k: Any, v: Any, seq_lens: Any = None, *, cu_seqlens_k: Any = None, scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Any = None, alibi_slopes: Any = None,
+    k_scale: Any = None, v_scale: Any = None, return_lse: bool = False, counters: Any = None, out: Any = None,
+    stream: Any = None,
+) -> Any:  # fmt: skip
+    """`paged_attention` over caches without blocks.
+
+    Dense: k [batch, capacity, kv_heads, head_dim], v likewise, seq_lens [batch].  Ragged: k [tokens, kv_heads,
+    head_dim], v likewise, cu_seqlens_k i32 or i64 [batch + 1]: sequence b has the tokens from cu_seqlens_k[b] up to
+    cu_seqlens_k[b + 1].
+    k_scale, v_scale: for e4m3, f32 [kv_heads] or one a token and head, k's shape without its last axis, dense.
+    Everything else as for `paged_attention`.
+    """
+    inputs = (q, k, v, seq_lens, cu_seqlens_k, k_scale, v_scale, sinks, alibi_slopes, counters)
+    return call(DECODE_ATTENTION, inputs, (scale, window, softcap, return_lse), (out, None), stream)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# plan
+
+
+def plan_paged_attention(
+    q: Operand, k: Operand, v: Operand, lengths: Operand, out: Operand, device: DeviceInfo, *,
+    block_table: Operand | None = None, scales: tuple[Operand, Operand] | None = None, scale: float | None = None,
+    left: int = -1, softcap: float = 0.0, sinks: Operand | None = None, alibi_slopes: Operand | None = None,
+    lse: Operand | None = None, counters: Operand | None = None, choose: Choice = choose_decode,
+) -> Plan:  # fmt: skip
+    """The launches of `paged_attention` or `decode_attention` on checked operands.
+
+    k, v: blocks with a block_table, dense of four axes without, ragged of three (lengths are then cu_seqlens_k).
+    choose: instead of the heuristic (benchmarks, tests).
+    """
+    batch, queries, heads, head_dim = q.shape
+    if not batch * queries * heads:
+        return Plan(())
+    paging = 0 if block_table is not None else 4 - k.ndim + 1
+    itemsize, value_dim, kv_heads = k.dtype.itemsize, v.shape[-1], k.shape[-2]
+    group = heads // kv_heads
+    if k.dtype == dtypes.e4m3 and device.arch == "sm_80":
+        raise UnsupportedError(
+            "paged_attention: e4m3 on sm_80", ["conversions from e4m3 need sm_89"], "an f16 or bf16 cache"
+        )
+    block_size = k.shape[1] if paging < 2 else 1
+    columns = block_table.shape[1] if block_table is not None else 1
+    capacity = min(k.shape[0] if paging == 2 else block_size * columns, 2**30)
+    token_scales = scales is not None and scales[0].ndim > 1
+    rows = queries * group
+    most_tiles = (-(-capacity // TILE_KEYS) + (batch if paging == 2 else 0)) * (1 if paging == 2 else batch)
+    shape = DecodeShape(
+        batch, rows, head_dim, value_dim, itemsize, token_scales, max(batch, most_tiles) * kv_heads * rows
+    )
+    chosen = choose(shape, device)
+    units = batch * kv_heads * -(-rows // chosen.rows)
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    scale_first = softcap > 0 or alibi_slopes is not None or scale <= 0
+    merge_here = chosen.split and counters is not None
+    common: dict[str, Any] = {
+        "Element": q.dtype, "LengthIndex": lengths.dtype, "kPaging": paging, "kLimitLeft": left >= 0,
+        "kRows": chosen.rows, "kValueDim": value_dim, "kWarps": chosen.warps,
+    }  # fmt: skip
+    kernel = kernel_spec(
+        "attention/decode.cu", "paged_attention", _PARAMS, archs=ARCHITECTURES[1:] if itemsize == 1 else ARCHITECTURES,
+        CacheElement=k.dtype, TableIndex=block_table.dtype if block_table is not None else dtypes.i32,
+        kHeadDim=head_dim, kPaddedDim=padded_dim(head_dim, itemsize), kPaddedValueDim=padded_dim(value_dim, itemsize),
+        kRowTiles=chosen.row_tiles, kStages=chosen.stages, kMinBlocks=chosen.min_blocks, kSplit=chosen.split,
+        kMergeHere=merge_here, kTokenScales=token_scales, kWholeTiles=paging > 0 or block_size % TILE_KEYS == 0,
+        kCopyBytes=copy_bytes(k, v), kQueryPairs=q.strides[3] == 1 and head_dim % 2 == 0 and q.is_aligned(4),
+        kSoftcap=softcap > 0, kAlibi=alibi_slopes is not None, kScaleFirst=scale_first, **common,
+    )  # fmt: skip
+    partials: ArgumentValue = NullPointer()
+    workspace: tuple[tuple[str, int], ...] = ()
+    if chosen.split:
+        floats = 2 * chosen.blocks * chosen.state_floats(value_dim)
+        partials, workspace = dense(_PARTIALS, (floats,), dtypes.f32), ((_PARTIALS, 4 * floats),)
+
+    def optional(*tensors: Operand | None) -> tuple[ArgumentValue, ...]:
+        return tuple(NullPointer() if tensor is None else tensor for tensor in tensors)
+
+    k_strides, v_strides = ((0, *t.strides[:-1])[-3:] for t in (k, v))
+    table_strides = (0, 0) if block_table is None else block_table.strides
+    sizes = (capacity, batch, queries, kv_heads, group, max(left, 0), chosen.least_positions)
+    sinks_stride = 0 if sinks is None else sinks.strides[0]
+    arguments: tuple[ArgumentValue, ...] = (
+        q, k, v, out, *optional(lse, block_table), lengths, *optional(*(scales or (None, None)), sinks, alibi_slopes),
+        partials, *optional(counters), *q.strides, *out.strides, *k_strides, *v_strides, *table_strides,
+        lengths.strides[0], sinks_stride, 0 if alibi_slopes is None else alibi_slopes.strides[0],
+        k.shape[0], block_size, *sizes, scale, _LOG2E if scale_first else scale * _LOG2E, softcap,
+        2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
+    )  # fmt: skip
+    blocks = chosen.blocks if chosen.split else units
+    if max(blocks, units) >= 2**31:
+        raise UnsupportedError(
+            f"paged_attention: {units} blocks", ["a grid holds 2**31 - 1 blocks"], "a smaller batch"
+        )
+    reason = (
+        f"{chosen.rows} rows, {chosen.warps} warps of {chosen.stages} stages, "
+        f"copies of {kernel.constant('kCopyBytes')} bytes, "
+        f"{f'{blocks} equal blocks' if chosen.split else 'a block a unit'}"
+    )
+    threads = (chosen.threads, 1, 1)
+    steps = [Step(kernel, (blocks, 1, 1), threads, arguments, chosen.shared_memory(shape), reason=reason)]
+    if chosen.split and not merge_here:
+        merge = kernel_spec("attention/decode_merge.cu", "merge_partials", _MERGE_PARAMS, **common)
+        merge_arguments: tuple[ArgumentValue, ...] = (
+            partials, out, *optional(lse), lengths, *optional(sinks), *out.strides, lengths.strides[0], sinks_stride,
+            blocks, *sizes,
+        )  # fmt: skip
+        smem = chosen.merge_shared_memory(batch)
+        steps.append(
+            Step(merge, (units, 1, 1), threads, merge_arguments, smem, reason="units of several blocks")
+        )
+    return Plan(tuple(steps), workspace)
+
+
+def plan_problem(
+    problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo, choose: Choice = choose_decode
+) -> Plan:
+    """The plan of a call of `PAGED_ATTENTION` or `DECODE_ATTENTION`."""
+    k_scale, v_scale = problem.get("k_scale"), problem.get("v_scale")
+    k = problem.get("k_cache") or problem["k"]
+    lengths = problem.get("seq_lens") or problem["cu_seqlens_k"]
+    return plan_paged_attention(
+        problem["q"], k, problem.get("v_cache") or problem["v"], lengths, outputs["out"], device,
+        block_table=problem.get("block_table"), scale=problem.attribute("scale"),
+        scales=None if k_scale is None or v_scale is None else (k_scale, v_scale),
+        left=problem.attribute("window")[0], softcap=problem.attribute("softcap"), sinks=problem.get("sinks"),
+        alibi_slopes=problem.get("alibi_slopes"), lse=outputs.get("lse"), counters=problem.get("counters"),
+        choose=choose,
+    )  # fmt: skip
+
+
+def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
+    q, v = problem["q"], problem.get("v_cache") or problem["v"]
+    batch, queries, heads, _ = q.shape
+    outputs = {"out": OutputSpec((batch, queries, heads, v.shape[-1]), q.dtype)}
+    if problem.attribute("return_lse"):
+        outputs["lse"] = OutputSpec((batch, heads, queries), dtypes.f32)
+    return outputs
+
+
+_ATTRIBUTES = (
+    Attribute("scale", float), Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0),
+    Attribute("return_lse", bool, False),
+)  # fmt: skip
+_OPTIONAL = (
+    Input("k_scale", True), Input("v_scale", True), Input("sinks", True), Input("alibi_slopes", True),
+    Input("counters", True, written=True),
+)  # fmt: skip
+
+PAGED_ATTENTION = OpSpec(
+    name="paged_attention",
+    inputs=(
+        Input("q"),
+        Input("k_cache"),
+        Input("v_cache"),
+        Input("block_table"),
+        Input("seq_lens"),
+        *_OPTIONAL,
+    ),
+    attributes=_ATTRIBUTES,
+    outputs=("out", "lse"),
+    check=check_paged,
+    infer=_infer,
+    plan=plan_problem,
+)
+
+DECODE_ATTENTION = OpSpec(
+    name="decode_attention",
+    inputs=(
+        Input("q"),
+        Input("k"),
+        Input("v"),
+        Input("seq_lens", True),
+        Input("cu_seqlens_k", True),
+        *_OPTIONAL,
+    ),
+    attributes=_ATTRIBUTES,
+    outputs=("out", "lse"),
+    check=check_decode,
+    infer=_infer,
+    plan=plan_problem,
+)
+
+
+def representative_specs(arch: str) -> list[KernelSpec]:
+    """Kernels that stand for all: types, head dimensions, block sizes, row counts, features, both merges."""
+    device = sim_device(arch)
+    found: dict[KernelSpec, None] = {}
+
+    def add(
+        dtype: DType, dim: int, *, queries: int = 1, group: int = 4, block_size: int = 16, cache: DType | None = None,
+        scale_axes: int = 0, count: bool = False, features: bool = False, batch: int = 8,
+    ) -> None:  # fmt: skip
+        if cache == dtypes.e4m3 and arch == "sm_80":
+            return
+        q = dense("q", (batch, queries, 8 * group, dim), dtype)
+        pages = dense("k_cache", (4096, block_size, 8, dim), cache or dtype)
+        scale = dense("k_scale", pages.shape[:3] if scale_axes == 3 else (8,), dtypes.f32)
+        per_head = dense("sinks", (8 * group,), dtypes.f32)
+        options: dict[str, Any] = {"alibi_slopes": per_head, "softcap": 30.0, "left": 100} if features else {}
+        plan = plan_paged_attention(
+            q, pages, pages, dense("seq_lens", (batch,), dtypes.i32), q, device, sinks=per_head,
+            block_table=dense("block_table", (batch, 4096), dtypes.i32), scales=(scale, scale) if scale_axes else None,
+            counters=dense("counters", (counters_needed(q),), dtypes.u32) if count else None, **options,
+        )  # fmt: skip
+        for step in plan.steps:
+            found[step.kernel] = None
+
+    add(dtypes.bf16, 128, count=True)
+    add(dtypes.bf16, 128, block_size=1, queries=4)
+    add(dtypes.f16, 64, group=8, queries=4, features=True)
+    add(dtypes.bf16, 256, features=True)
+    add(dtypes.bf16, 96, batch=2048)
+    add(dtypes.f32, 128)
+    add(dtypes.bf16, 128, cache=dtypes.e4m3, scale_axes=3, count=True)
+    add(dtypes.f16, 256, cache=dtypes.e4m3, scale_axes=1, block_size=8)
+    return list(found)

@@ -1,0 +1,224 @@
+"""The rules of `paged_attention` and `decode_attention`: every one that a call breaks is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cki import dtypes
+from cki.errors import InvalidArgumentError
+from cki.operand import Operand
+from cki.ops.cache_arguments import CACHE_DTYPES, check_cache
+from cki.ops.spec import Problem
+from cki.ops.validate import host_values
+
+MAX_HEAD_DIM = 256
+MAX_QUERIES = 16
+_FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
+_INDICES = (dtypes.i32, dtypes.i64)
+
+
+def copy_bytes(k: Operand, v: Operand) -> int:
+    """The widest copy that all rows of keys and values allow: 16, 8 or 4 bytes; 0 where none does."""
+    for nbytes in (16, 8, 4):
+        if all(t.is_aligned(nbytes) and t.shape[-1] * t.dtype.itemsize % nbytes == 0 for t in (k, v)):
+            return nbytes
+    return 0
+
+
+def counters_needed(q: Operand) -> int:
+    """Counters that any configuration can use: one a sequence and query row of a KV head."""
+    return q.shape[0] * q.shape[1] * q.shape[2]
+
+
+def validate_paged(q: Any, k_cache: Any, block_table: Any, seq_lens: Any, left: Any) -> None:
+    """CKI_VALIDATE=1: lengths within the table, and the entries that will be read within the cache.
+
+    Tensors of wrong shapes or types are left to the rules.
+    """
+    if tuple(len(t.shape) for t in (q, k_cache, block_table, seq_lens)) != (4, 4, 2, 1) or not isinstance(
+        left, int
+    ):
+        return
+    queries = int(q.shape[1])
+    blocks, block_size = int(k_cache.shape[0]), int(k_cache.shape[1])
+    table, lengths = host_values(block_table, "block_table"), host_values(seq_lens, "seq_lens")
+    if table.dtype.kind != "i" or lengths.dtype.kind != "i" or len(table) != len(lengths) or block_size == 0:
+        return
+    reach = table.shape[1] * block_size
+    problems = []
+    for sequence, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= reach:
+            problems.append(
+                f"seq_lens[{sequence}] is {length}, block_table has {table.shape[1]} columns of blocks of {block_size}"
+            )
+            continue
+        first = max(length - queries - left, 0) // block_size if left >= 0 else 0
+        used = table[sequence, first : -(-length // block_size)]
+        outside = used[(used < 0) | (used >= blocks)]
+        if outside.size:
+            problems.append(
+                f"block_table[{sequence}] holds {int(outside[0])} within its length, the cache has {blocks} blocks"
+            )
+    if problems:
+        raise InvalidArgumentError(
+            "paged_attention: lengths or blocks outside the cache", problems,
+            "seq_lens from 0 to columns * block_size, blocks from 0 to blocks - 1",
+        )  # fmt: skip
+
+
+def _check_queries(problem: Problem, k_name: str) -> bool:
+    q, k = problem["q"], problem[k_name]
+    if q.dtype not in _FLOATS:
+        problem.reject(f"q is {q.dtype}", "q of f32, f16 or bf16")
+    if q.ndim != 4:
+        problem.reject(f"q has shape {q.shape}", "q of shape [batch, queries, heads, head_dim]")
+        return False
+    if not 1 <= q.shape[1] <= MAX_QUERIES:
+        problem.reject(f"q has {q.shape[1]} queries a sequence", f"1 to {MAX_QUERIES} queries")
+    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        problem.reject(f"q has head_dim {q.shape[3]}", f"a head_dim of 1 to {MAX_HEAD_DIM}")
+    if k.ndim >= 3 and (k.shape[-2] == 0 or q.shape[2] % k.shape[-2]):
+        problem.reject(
+            f"q has {q.shape[2]} heads, which is no multiple of {k_name}'s {k.shape[-2]}",
+            "query heads a multiple of KV heads",
+        )
+    if k.dtype == dtypes.e4m3 and q.dtype == dtypes.f32:
+        problem.reject("q is f32 beside e4m3 keys", "q of f16 or bf16 with e4m3 keys and values")
+    if k.dtype in CACHE_DTYPES and k.dtype not in (q.dtype, dtypes.e4m3):
+        problem.reject(
+            f"q has dtype {q.dtype}, {k_name} has dtype {k.dtype}", f"{k_name} of dtype {q.dtype} or e4m3"
+        )
+    return True
+
+
+def _check_rows(problem: Problem, k_name: str, v_name: str) -> None:
+    """What the copies of keys and values need."""
+    k, v = problem[k_name], problem[v_name]
+    for name, cache in ((k_name, k), (v_name, v)):
+        if not 1 <= cache.shape[-1] <= MAX_HEAD_DIM:
+            problem.reject(f"{name} has head_dim {cache.shape[-1]}", f"a head_dim of 1 to {MAX_HEAD_DIM}")
+        if cache.strides[-1] != 1 and cache.shape[-1] > 1:
+            problem.reject(
+                f"{name} has stride {cache.strides[-1]} along its last axis", f"{name} with dense rows"
+            )
+    if not copy_bytes(k, v):
+        problem.reject(
+            f"rows of {k_name} and {v_name} are not all multiples of 4 bytes at multiples of 4 bytes",
+            "head_dim * element size, strides and addresses multiples of 4 bytes (of 16 to be fast)",
+        )
+
+
+def _check_index(problem: Problem, name: str, shape: tuple[int, ...]) -> None:
+    index = problem[name]
+    if index.dtype not in _INDICES:
+        problem.reject(f"{name} is {index.dtype}", f"{name} of int32 or int64")
+    if index.shape != shape:
+        problem.reject(f"{name} has shape {index.shape}", f"{name} of shape {shape}")
+
+
+def _check_options(problem: Problem) -> None:
+    window = problem.attribute("window")
+    if len(window) != 2 or not all(
+        isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window
+    ):
+        problem.reject(
+            f"window is {window!r}", "window a pair (left, right) of integers, each at least -1 (no limit)"
+        )
+    elif window[0] >= 2**30:
+        problem.reject(f"window is {window!r}", "a window below 2**30")
+    if problem.attribute("softcap") < 0:
+        problem.reject(f"softcap is {problem.attribute('softcap')}", "softcap of at least 0 (0 is off)")
+    q = problem["q"]
+    for name in ("sinks", "alibi_slopes"):
+        tensor = problem.get(name)
+        if tensor is None:
+            continue
+        if tensor.shape != q.shape[2:3]:
+            problem.reject(
+                f"{name} has shape {tensor.shape}, q has {q.shape[2]} heads",
+                f"{name} of shape {q.shape[2:3]}",
+            )
+        if tensor.dtype != dtypes.f32:
+            problem.reject(f"{name} is {tensor.dtype}", f"{name} of f32")
+    counters = problem.get("counters")
+    if counters is None:
+        return
+    if counters.dtype not in (dtypes.u32, dtypes.i32) or not counters.is_contiguous():
+        problem.reject(
+            f"counters is {counters.dtype} of strides {counters.strides}", "dense counters of u32 or i32"
+        )
+    if counters.size < counters_needed(q):
+        problem.reject(f"counters has {counters.size} elements", f"{counters_needed(q)} counters")
+
+
+def check_paged(problem: Problem) -> None:
+    """Rules of `paged_attention`."""
+    q, table = problem["q"], problem["block_table"]
+    if not _check_queries(problem, "k_cache"):
+        return
+    if problem["k_cache"].ndim == 4 == problem["v_cache"].ndim:
+        check_cache(problem, problem["k_cache"].shape[2], q.shape[3], None)
+        _check_rows(problem, "k_cache", "v_cache")
+    else:
+        check_cache(problem, 0, q.shape[3], None)
+    if table.ndim != 2:
+        problem.reject(
+            f"block_table has shape {table.shape}", f"block_table of shape ({q.shape[0]}, columns)"
+        )
+    else:
+        _check_index(problem, "block_table", (q.shape[0], table.shape[1]))
+    _check_index(problem, "seq_lens", q.shape[:1])
+    _check_options(problem)
+
+
+def check_decode(problem: Problem) -> None:
+    """Rules of `decode_attention`."""
+    q, k, v = problem["q"], problem["k"], problem["v"]
+    if not _check_queries(problem, "k"):
+        return
+    lengths, offsets = problem.get("seq_lens"), problem.get("cu_seqlens_k")
+    if (lengths is None) == (offsets is None):
+        problem.reject(
+            "not exactly one of seq_lens and cu_seqlens_k is given",
+            "seq_lens (dense) or cu_seqlens_k (ragged)",
+        )
+        return
+    axes = 4 if offsets is None else 3
+    form = "[batch, capacity, kv_heads, head_dim]" if axes == 4 else "[tokens, kv_heads, head_dim]"
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.ndim != axes:
+            problem.reject(f"{name} has shape {tensor.shape}", f"{name} of shape {form}")
+            return
+        if tensor.dtype not in CACHE_DTYPES:
+            problem.reject(f"{name} is {tensor.dtype}", "k and v of f32, f16, bf16 or e4m3")
+    if k.dtype != v.dtype:
+        problem.reject(f"k is {k.dtype}, v is {v.dtype}", "k and v of one dtype")
+    if k.shape[:-1] != v.shape[:-1]:
+        problem.reject(f"k has shape {k.shape}, v has shape {v.shape}", "k and v alike but for the last axis")
+    if k.shape[-1] != q.shape[3]:
+        problem.reject(f"k has head_dim {k.shape[-1]}, q has {q.shape[3]}", "q and k of one head_dim")
+    if axes == 4 and k.shape[0] != q.shape[0]:
+        problem.reject(f"k has a batch of {k.shape[0]}, q of {q.shape[0]}", "one batch size")
+    _check_rows(problem, "k", "v")
+    if offsets is None:
+        _check_index(problem, "seq_lens", q.shape[:1])
+    else:
+        _check_index(problem, "cu_seqlens_k", (q.shape[0] + 1,))
+    scales = [problem.get("k_scale"), problem.get("v_scale")]
+    wanted = f"k_scale and v_scale of f32 and shape {k.shape[:-1]} (dense), or {k.shape[-2:-1]}"
+    if (k.dtype == dtypes.e4m3) != all(scale is not None for scale in scales) or (scales[0] is None) != (
+        scales[1] is None
+    ):
+        problem.reject(f"k is {k.dtype}; scales go with e4m3, both of them", wanted)
+    for name, scale in zip(("k_scale", "v_scale"), scales):
+        if scale is not None and (
+            scale.dtype != dtypes.f32
+            or scale.shape not in (k.shape[:-1], k.shape[-2:-1])
+            or not scale.is_contiguous()
+        ):
+            problem.reject(
+                f"{name} is {scale.dtype} of shape {scale.shape} and strides {scale.strides}", wanted
+            )
+    if scales[0] is not None and scales[1] is not None and scales[0].ndim != scales[1].ndim:
+        problem.reject("one of k_scale and v_scale is of tokens, the other of heads", wanted)
+    _check_options(problem)

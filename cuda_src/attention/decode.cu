@@ -1,0 +1,221 @@
+// Attention of a few new tokens of each sequence over its cached keys and values, at the speed of memory.
+//
+//   out[b, i, h] = sum_j w_ij v_j,   w = softmax_j(logit(q[b, i, h] . k_j)) over the keys that query i sees
+//
+// q, out [batch, queries, heads, dim], lse [batch, heads, queries] fp32 natural, may be null; queries <= 16, the last of them at
+// the last key. Query head h reads KV head h / group. Keys and values, by strides, their last axis dense:
+//   kPaging 0  blocks [blocks, block_size, kv_heads, dim], block_table [batch, columns], seq_lens [batch]
+//   kPaging 1  dense [batch, capacity, kv_heads, dim], seq_lens [batch]
+//   kPaging 2  ragged [tokens, kv_heads, dim], cu_seqlens_k [batch + 1]
+// of f16, bf16, f32, or e4m3 with fp32 scales by which codes are multiplied: of tokens [blocks, block_size, kv_heads], or of heads.
+// Bytes moved: keys and values once, when all rows of a KV head (queries * group) fit in one block of kRows rows.
+//
+// Units, tiles and their division among blocks: decode_schedule.cuh. Within a block each warp takes every kWarps-th tile of 16
+// keys, has a ring of kStages tiles of its own (cp.async) and never waits for the other warps while it reads. The ring runs on
+// across units: while a unit is being finished, the tiles of the next are under way, so memory never idles.
+//
+// Products: decode_tile.cuh. The softmax's reference of a row moves only when a score exceeds it by more than 8 powers of two:
+// until then weights up to 256 are as precise as weights up to 1, and nothing accumulated so far must be touched.
+//
+// At the end of a unit the states of the warps are combined (decode_combine.cuh). A block that had all of the unit writes the
+// result. Else it writes its part (fp32), and the parts are merged by the block that arrives last (kMergeHere; counters are zero
+// before and after every launch) or by a launch of decode_merge.cu.
+//
+// What is not a key of the sequence is not read: slots past its end, table entries past its end or before its window.
+// Table entries outside the cache count as hidden. Keys that some but not all rows see are hidden by replacing scores.
+#include "attention/decode_combine.cuh"
+#include "attention/decode_copy.cuh"
+#include "attention/decode_rows.cuh"
+#include "attention/decode_schedule.cuh"
+#include "attention/decode_tile.cuh"
+#include "ptx/memory.cuh"
+
+using namespace cki;
+using namespace cki::attention;
+
+constexpr int kThreads = 32 * kWarps;
+constexpr bool kHeadScales = sizeof(CacheElement) == 1 && !kTokenScales;
+
+// What the logits go through; the names are the prelude's.
+struct Features {
+  static constexpr bool kSoftcap = ::kSoftcap;
+  static constexpr bool kAlibi = ::kAlibi;
+  static constexpr bool kScaleFirst = ::kScaleFirst;
+  static constexpr bool kLimitLeft = ::kLimitLeft;
+};
+using Keys = Tile<CacheElement, kTileKeys, kPaddedDim>;
+using Values = Tile<CacheElement, kTileKeys, kPaddedValueDim>;
+using Stage = StageLayout<Keys, Values, kTokenScales>;
+using Rows = DecodeRows<Stage, kRowTiles, Features>;
+using State = StateLayout<kRows, kValueDim>;
+using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
+using Source = KeySource<Stage, TableIndex, kPaging, kWholeTiles, kCopyBytes, kHeadDim, kValueDim>;
+
+// Shared memory: rings, then the exchange of a unit's states, then the schedule.
+constexpr int kRingBytes = kWarps * kStages * Stage::kBytes;
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    paged_attention(const Element* __restrict__ q, const CacheElement* __restrict__ k, const CacheElement* __restrict__ v,
+                    Element* out, float* lse, const TableIndex* __restrict__ block_table,
+                    const LengthIndex* __restrict__ lengths, const float* __restrict__ k_scale,
+                    const float* __restrict__ v_scale, const float* __restrict__ sinks,
+                    const float* __restrict__ alibi_slopes, float* partials, u32* counters,  //
+                    i64 q_batch, i64 q_query, i64 q_head, i64 q_dim,                         //
+                    i64 out_batch, i64 out_query, i64 out_head, i64 out_dim,                 //
+                    i64 k_block, i64 k_token, i64 k_head, i64 v_block, i64 v_token, i64 v_head,
+                    i64 table_batch, i64 table_column, i64 lengths_stride, i64 sinks_stride, i64 slopes_stride,
+                    i64 num_blocks, int block_size, int capacity, int batch, int queries, int kv_heads, int group,
+                    int left, int least_positions, float scale, float exponent_scale, float softcap, float softcap_rate) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  __shared__ float totals[kRows][2];
+  __shared__ int arrived_last;
+  // One state a warp; when blocks merge, the weights of their parts take the same place.
+  float* states = reinterpret_cast<float*>(smem + kRingBytes);
+  const int merged_parts = kSplit && kMergeHere ? static_cast<int>(gridDim.x) : 0;
+  float* weights = states + max(kWarps * State::kFloats, kRows * merged_parts);  // [kRows][kWarps]
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warp = __shfl_sync(kFullWarp, thread / 32, 0);  // uniform, and the compiler knows
+  unsigned char* ring = smem + warp * kStages * Stage::kBytes;
+
+  const int total_rows = queries * group;
+  const int row_blocks = (total_rows + kRows - 1) / kRows;
+  const int units = kv_heads * row_blocks;
+  const Lengths key_lengths{lengths, lengths_stride, capacity, queries, left};
+
+  // What this block does: `length` positions from `begin`.
+  int* tables = reinterpret_cast<int*>(weights + kRows * kWarps);
+  Schedule schedule{tables, tables + (kSplit ? batch : 1), 0, kSplit ? batch : 1, units, 0};
+  Cursor walk;
+  if constexpr (kSplit) {
+    schedule.measure<kThreads>(key_lengths);
+    schedule.cut(static_cast<int>(gridDim.x), least_positions);
+    const i64 begin = static_cast<i64>(blockIdx.x) * schedule.chunk;
+    const int positions = schedule.positions();
+    if (begin >= positions) return;
+    walk.sequence = schedule.sequence_at(static_cast<int>(begin));
+    const int within = static_cast<int>(begin) - schedule.before[walk.sequence] * units;
+    walk.unit = within / schedule.tiles(walk.sequence);
+    walk.tile = within - walk.unit * schedule.tiles(walk.sequence);
+    walk.remaining = min(schedule.chunk, positions - static_cast<int>(begin));
+  } else {
+    schedule.base = static_cast<int>(blockIdx.x) / units;
+    schedule.measure<kThreads>(key_lengths);
+    walk = {0, static_cast<int>(blockIdx.x) - schedule.base * units, 0, schedule.tiles(0)};
+  }
+
+  const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
+                      table_batch, table_column, num_blocks, block_size, kv_heads};
+  const auto place_of = [&](const Cursor& at) {
+    const int keys = schedule.keys[at.sequence];
+    return source.find(schedule.base + at.sequence, at.unit / row_blocks,
+                       (key_lengths.first_tile(keys) + at.tile) * kTileKeys, key_lengths.first_key(keys), keys,
+                       [&] { return key_lengths.offset(schedule.base + at.sequence); });
+  };
+
+  // The warp's own walk over tiles to fetch, kStages ahead of the products; `next` is found one tile before it is fetched,
+  // because a table entry takes as long to arrive as a tile.
+  Cursor fetch = walk;
+  fetch.advance(schedule, warp);
+  TilePlace next;
+  if (fetch.remaining > 0) next = place_of(fetch);
+  const auto fetch_tile = [&](int stage) {
+    if (fetch.remaining > 0) {
+      source.copy(ring + stage * Stage::kBytes, next);
+      fetch.advance(schedule, kWarps);
+      if (fetch.remaining > 0) next = place_of(fetch);
+    }
+    ptx::cp_async_commit_group();
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < kStages; ++stage) fetch_tile(stage);
+
+  const LogitRules rules{scale, softcap, softcap_rate, 0, 0};
+  const float slack = Rows::kSlack / exponent_scale;
+  int stage = 0;
+  int own = warp;  // positions from the present unit's begin to this warp's next tile
+  while (walk.remaining > 0) {
+    const int tiles = schedule.tiles(walk.sequence);
+    const int length = min(tiles - walk.tile, walk.remaining);  // of this unit in this block
+    const int sequence = schedule.base + walk.sequence;
+    const int kv_head = walk.unit / row_blocks;
+    const int first_row = (walk.unit - kv_head * row_blocks) * kRows;
+    const int keys = schedule.keys[walk.sequence];
+    const int rows = min(kRows, total_rows - first_row);
+    const auto query_of = [&](int row) { return (first_row + row) / group; };
+    const auto head_of = [&](int row) { return kv_head * group + (first_row + row) % group; };
+
+    Rows state;
+    state.template begin<kQueryPairs>(
+        [&](int row) {
+          return row < rows ? q + sequence * q_batch + query_of(row) * q_query + head_of(row) * q_head : nullptr;
+        },
+        q_dim, kHeadDim, kHeadScales ? k_scale[kv_head] : 1.0f,
+        [&](int row) { return keys - queries + query_of(min(row, rows - 1)); },
+        [&](int row) { return kAlibi ? alibi_slopes[head_of(min(row, rows - 1)) * slopes_stride] : 0.0f; });
+    // Keys that every row sees: from the last query's window to the first query's own place.
+    const int common_begin = kLimitLeft ? keys - 1 - left : 0;
+    const int common_end = keys - queries + 1;
+
+    int position = own;
+    for (; position < length; position += kWarps) {
+      ptx::cp_async_wait_group<kStages - 1>();
+      __syncwarp();
+      const unsigned char* tile = ring + stage * Stage::kBytes;
+      const int first_key = (key_lengths.first_tile(keys) + walk.tile + position) * kTileKeys;
+      const bool all_seen = first_key >= common_begin && first_key + kTileKeys <= common_end;
+      state.attend(tile, first_key, all_seen, left, rules, exponent_scale, slack);
+      __syncwarp();
+      fetch_tile(stage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    own = position - length;
+
+    // The unit's end: states of the warps, then the whole of what this block had.
+    state.template store<State>(states + warp * State::kFloats, rows, exponent_scale, kHeadScales ? v_scale[kv_head] : 1.0f);
+    __syncthreads();
+    const bool whole = !kSplit || length == tiles;
+    const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.unit) : 0;
+    const auto finish_row = [&](int row, int column, float value, float reference, float sum) {
+      const int query = query_of(row), head = head_of(row);
+      const RowEnd end(reference, sum, sinks == nullptr ? negative_infinity() : sinks[head * sinks_stride]);
+      out[sequence * out_batch + query * out_query + head * out_head + column * out_dim] =
+          from_float<Element>(value * end.factor);
+      if (column == 0 && lse != nullptr)
+        lse[(static_cast<i64>(sequence) * kv_heads * group + head) * queries + query] = end.lse;
+    };
+    const auto part_of = [&](int i) {
+      return partials + static_cast<i64>(schedule.place(unit_begin, i)) * State::kFloats;
+    };
+    float* part = whole ? nullptr : part_of(static_cast<int>(blockIdx.x) - schedule.first_block(unit_begin));
+    combine<State, FromShared, kWarps>(
+        kWarps, rows, weights, totals, [&](int i) { return states + i * State::kFloats; },
+        [&](int row, int column, float value, float reference, float sum) {
+          if (whole) {
+            finish_row(row, column, value, reference, sum);
+            return;
+          }
+          State::value(part, row, column) = value;
+          if (column == 0) State::set_numbers(part, row, reference, sum);
+        });
+
+    if constexpr (kSplit && kMergeHere) {
+      if (!whole) {
+        const int parts = schedule.sharing_blocks(unit_begin, tiles);
+        __threadfence();
+        __syncthreads();
+        if (thread == 0) {
+          u32* counter = counters + static_cast<i64>(sequence) * units + walk.unit;
+          arrived_last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(parts - 1);
+          if (arrived_last) *counter = 0;
+          __threadfence();
+        }
+        __syncthreads();
+        if (arrived_last) {
+          combine<State, FromOtherBlocks, kWarps>(parts, rows, states, totals, part_of, finish_row);
+        }
+      }
+    }
+    __syncthreads();  // before states and weights are written again
+    walk.advance(schedule, length);
+  }
+}

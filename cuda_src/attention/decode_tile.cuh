@@ -1,0 +1,184 @@
+// One tile of 16 keys in the hands of one warp: the two products of decoding, with operands exchanged.
+//
+// Decoding has few query rows and many keys, so keys are the 16 rows of an mma.sync tile and queries its 8 columns: four query
+// heads of a KV head fill half of the tensor core's tile, where the usual order would fill a quarter.
+//
+//   scores^T [16 keys, 8 rows]    += keys [16, dim] queries^T [dim, 8 rows]
+//   output^T [16 columns, 8 rows] += values^T [16 columns, 16 keys] weights^T [16 keys, 8 rows]
+//
+// A lane (g = lane / 4, t = lane % 4) holds of each result the rows 2t and 2t + 1 for two keys, g and g + 8, or for two columns
+// of the output (value_column). Weights are the accumulators of the first product; movmatrix makes them the right operand
+// of the second.
+//
+// f16 and bf16 as they are; f32 by 3xTF32 (product.cuh). e4m3 becomes f16, exactly, on the way from shared memory: ldmatrix moves
+// bytes as if they were 16-bit elements, so a lane gets the bytes 4t .. 4t + 3 of a chunk of 16. As the order of a sum is free,
+// these stand for the elements 2t, 2t + 1, 2t + 8, 2t + 9 that the instruction means, and queries are loaded in the same
+// order. Transposed, a lane gets the bytes 2g and 2g + 1 of two keys, which stand for the columns g and g + 8.
+#pragma once
+
+#include "attention/product.cuh"
+#include "attention/tile.cuh"
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/movmatrix.cuh"
+
+namespace cki::attention {
+
+constexpr int kTileKeys = 16;
+constexpr int kTileRows = 8;
+
+// The type in which a cache's elements are multiplied.
+template <class CacheElement>
+struct ComputeType {
+  using Type = CacheElement;
+};
+template <>
+struct ComputeType<e4m3> {
+  using Type = f16;
+};
+
+// The contracted elements that belong to word `i` of step `step` in lane t: the first of two, or for f32 the only one.
+template <class CacheElement>
+__device__ __forceinline__ int query_element(int step, int i, int t) {
+  if constexpr (sizeof(CacheElement) == 4) return step * 8 + t + i * 4;
+  if constexpr (sizeof(CacheElement) == 2) return step * 16 + t * 2 + i * 8;
+  return step * 16 + t * 4 + i * 2;
+}
+
+// The column of the output that accumulators 0, 1 (half 0) or 2, 3 (half 1) of tile m belong to.
+template <class CacheElement>
+__device__ __forceinline__ int value_column(int m, int half) {
+  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+  return m * 16 + (sizeof(CacheElement) == 1 ? g * 2 + half : g + half * 8);
+}
+
+template <class Compute>
+__device__ __forceinline__ Right<Compute> right_operand(const u32 (&words)[2]) {
+  Right<Compute> b;
+  b.set(0, words[0]);
+  b.set(1, words[1]);
+  return b;
+}
+
+// scores = keys times queries over the whole head dimension.
+template <class KeyTile, int kRowTiles, int kSteps>
+__device__ __forceinline__ void multiply_queries(float (&scores)[kRowTiles][4],
+                                                 const u32 (&queries)[kRowTiles][kSteps][2],
+                                                 const unsigned char* keys) {
+  using Compute = typename ComputeType<typename KeyTile::Element>::Type;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned char* row = keys + lane % 16 * KeyTile::kPitch + lane / 16 * 16;
+  // Two chains of additions instead of one, because a warp has little else to do while it waits for one.
+  float sums[2][kRowTiles][4] = {};
+#pragma unroll
+  for (int chunk = 0; chunk < KeyTile::kRowBytes / 32; ++chunk) {
+    u32 words[4];
+    ptx::ldmatrix_x4(words, row + chunk * 32);
+    if constexpr (sizeof(typename KeyTile::Element) == 1) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Left<Compute> a;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          a.set(i, ptx::e4m3x2_to_f16x2(static_cast<u16>(words[half * 2 + i % 2] >> (i / 2 * 16))));
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n)
+          multiply_add(sums[half][n], a, right_operand<Compute>(queries[n][chunk * 2 + half]));
+      }
+    } else {
+      Left<Compute> a;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a.set(i, words[i]);
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+        multiply_add(sums[chunk % 2][n], a, right_operand<Compute>(queries[n][chunk]));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[n][e] = sums[0][n][e] + sums[1][n][e];
+  }
+}
+
+// The right operand of keys [8 step, +8) (f32) or of all 16 keys (step 0) from weights in accumulator layout.
+template <class Compute>
+__device__ __forceinline__ Right<Compute> right_from_weights(const float (&weights)[4], int step) {
+  Right<Compute> b;
+  if constexpr (sizeof(Compute) == 2) {
+    b.set(0, ptx::movmatrix_trans(pack_pair<Compute>(weights[0], weights[1])));
+    b.set(1, ptx::movmatrix_trans(pack_pair<Compute>(weights[2], weights[3])));
+  } else {  // word i of lane (g, t) is key t + 4 i, row g; its owner is lane (key, g / 2)
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int owner = (lane % 4 + i * 4) * 4 + lane / 8;
+      const float even = __shfl_sync(kFullWarp, weights[step * 2], owner);
+      const float odd = __shfl_sync(kFullWarp, weights[step * 2 + 1], owner);
+      b.set(i, __float_as_uint(lane / 4 % 2 ? odd : even));
+    }
+  }
+  return b;
+}
+
+// output += values times weights.
+template <class ValueTile, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_weights(float (&output)[kRowTiles][kColumnTiles][4],
+                                                 const float (&weights)[kRowTiles][4], const unsigned char* values) {
+  using Element = typename ValueTile::Element;
+  using Compute = typename ComputeType<Element>::Type;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int step = 0; step < (sizeof(Compute) == 4 ? 2 : 1); ++step) {
+    Right<Compute> b[kRowTiles];
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) b[n] = right_from_weights<Compute>(weights[n], step);
+    const auto add = [&](int m, const Left<Compute>& a) {
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) multiply_add(output[n][m], a, b[n]);
+    };
+    if constexpr (sizeof(Element) == 4) {
+      const unsigned char* base = values + (step * 8 + lane % 4) * ValueTile::kPitch + lane / 4 * 4;
+#pragma unroll
+      for (int m = 0; m < kColumnTiles; ++m) {
+        Left<Compute> a;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          a.set(i, *reinterpret_cast<const u32*>(base + i / 2 * 4 * ValueTile::kPitch + m * 64 + i % 2 * 32));
+        add(m, a);
+      }
+    } else if constexpr (sizeof(Element) == 2) {
+      const unsigned char* row = values + (lane % 8 + lane / 16 * 8) * ValueTile::kPitch + lane / 8 % 2 * 16;
+#pragma unroll
+      for (int m = 0; m < kColumnTiles; ++m) {
+        Left<Compute> a;
+        u32 words[4];
+        ptx::ldmatrix_x4_trans(words, row + m * 32);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a.set(i, words[i]);
+        add(m, a);
+      }
+    } else {
+      const unsigned char* row = values + lane % 16 * ValueTile::kPitch + lane / 16 * 16;
+#pragma unroll
+      for (int m = 0; m < kColumnTiles; m += 2) {
+        u32 words[4];
+        ptx::ldmatrix_x4_trans(words, row + m * 16);
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          Left<Compute> a;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {  // bytes 0 and 2, or 1 and 3: one column, two keys
+            const u32 word = words[tile * 2 + i / 2];
+            a.set(i, ptx::e4m3x2_to_f16x2(static_cast<u16>(__byte_perm(word, 0, i % 2 ? 0x4431 : 0x4420))));
+          }
+          add(m + tile, a);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace cki::attention

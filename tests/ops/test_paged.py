@@ -1,0 +1,202 @@
+"""`cki.paged_attention` against its definition: types, sizes, features, lengths, what must not be read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cki
+from cki import reference
+from cki.memory import PagedKVCache
+from tests.compare import assert_close
+from tests.ops.attention_cases import BF16, DTYPES, F16, normal
+from tests.ops.paged_cases import E4M3, check_paged, configured, paged_cache, plain_paged
+
+
+def queries(batch, count, heads, dim, dtype, seed=77):
+    return normal((batch, count, heads, dim), dtype, seed, 1.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 96, 128, 256])
+def test_head_dimensions_and_types(device, dtype, dim):
+    lengths = [70, 1]
+    cache, table = paged_cache(lengths, 16, 2, dim, DTYPES[dtype])
+    check_paged(device, queries(2, 1, 8, dim, DTYPES[dtype]), cache, table, lengths)
+
+
+@pytest.mark.parametrize("dim", [2, 20, 36])
+def test_rows_of_few_bytes(device, dim):
+    """Copies of 4 and 8 bytes."""
+    cache, table = paged_cache([50], 16, 1, dim, F16, value_dim=dim + 4)
+    check_paged(device, queries(1, 1, 2, dim, F16), cache, table, [50])
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8, 16, 64, 100, 256])
+def test_block_sizes(device, block_size):
+    lengths = [130, 0, 17, 64]
+    cache, table = paged_cache(lengths, block_size, 2, 16, BF16)
+    check_paged(device, queries(4, 1, 4, 16, BF16), cache, table, lengths)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 8, 16, 20])
+@pytest.mark.parametrize("count", [1, 5, 16])
+def test_groups_and_new_tokens(device, group, count):
+    """From one row to more rows than a block holds; lengths below the number of new tokens."""
+    lengths = [40, 3, 75]
+    cache, table = paged_cache(lengths, 16, 2, 32, F16)
+    check_paged(device, queries(3, count, 2 * group, 32, F16), cache, table, lengths)
+
+
+FEATURES = {
+    "window": {"window": (20, 0)},
+    "short window": {"window": (0, -1)},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": np.linspace(-2, 4, 6, dtype=np.float32)},
+    "alibi": {"alibi_slopes": np.linspace(0.01, 0.5, 6, dtype=np.float32)},
+    "scale": {"scale": 0.05},
+    "negative scale": {"scale": -0.3},
+    "scale 0": {"scale": 0.0},
+    "all": {
+        "window": (33, 0), "softcap": 5.0, "sinks": np.ones(6, np.float32), "scale": 0.4,
+        "alibi_slopes": np.linspace(0.01, 0.5, 6, dtype=np.float32),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize(("dtype", "count"), [("bf16", 1), ("f32", 3)])
+def test_features(device, features, dtype, count):
+    lengths = [90, 0, 2]
+    cache, table = paged_cache(lengths, 4, 2, 16, DTYPES[dtype])
+    check_paged(device, queries(3, count, 6, 16, DTYPES[dtype]), cache, table, lengths, **FEATURES[features])
+
+
+@pytest.mark.parametrize("scales", [1, 3])
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize("dim", [8, 48, 128])
+def test_e4m3(device, scales, block_size, dim):
+    lengths = [100, 0, 9]
+    cache, table = paged_cache(lengths, block_size, 2, dim, E4M3, scales=scales)
+    check_paged(device, queries(3, 2, 8, dim, BF16), cache, table, lengths, softcap=4.0 if dim == 8 else 0.0)
+
+
+def test_queries_beyond_the_range_of_f16_beside_e4m3(device):
+    cache, table = paged_cache([60], 16, 1, 32, E4M3, scales=3)
+    check_paged(device, queries(1, 1, 4, 32, BF16) * np.array(1e30, BF16), cache, table, [60], scale=1e-30)
+
+
+def test_scales_of_values_that_grow_by_far(device):
+    """Values of one token 2^30 times as large as those before: the output's unit moves."""
+    cache, table = paged_cache([80], 16, 1, 32, E4M3, scales=3)
+    order = np.repeat(table[0, :5], 16), np.tile(np.arange(16), 5)
+    cache[3][order] = np.exp2(np.linspace(-20, 10, 80))[:, None]
+    check_paged(device, queries(1, 1, 4, 32, BF16), cache, table, [80])
+
+
+@pytest.mark.parametrize("merge", ["here", "launch", "unsplit"])
+@pytest.mark.parametrize("blocks", [1, 3, 7, 40])
+def test_every_division_of_the_work(device, merge, blocks):
+    """Units shared by many blocks, blocks with many units, rings of all warps wrapped."""
+    lengths = [3, 0, 500, 33, 260]
+    cache, table = paged_cache(lengths, 16, 2, 16, F16)
+    counters = device.array(np.zeros(5 * 3 * 4, np.uint32)) if merge == "here" else None
+    run = configured(counters, blocks=blocks, split=merge != "unsplit", stages=2)
+    sinks = np.ones(4, np.float32)
+    check_paged(device, queries(5, 3, 4, 16, F16), cache, table, lengths, run=run, sinks=sinks)
+    if counters is not None:
+        assert not device.numpy(counters).any()
+
+
+def test_skewed_batch(device):
+    lengths = [1500, *[20] * 7]
+    cache, table = paged_cache(lengths, 16, 1, 16, BF16)
+    check_paged(device, queries(8, 1, 2, 16, BF16), cache, table, lengths)
+
+
+def test_many_sequences(device):
+    """More than the division among blocks takes."""
+    lengths = [i % 3 for i in range(1100)]
+    cache, table = paged_cache(lengths, 2, 1, 8, F16)
+    check_paged(device, queries(1100, 1, 1, 8, F16), cache, table, lengths)
+
+
+def test_given_outputs_int64_indices_and_strides(device):
+    """Head-major blocks, queries as a slice of a projection, an output with gaps."""
+    lengths = np.array([40, 7], np.int64)
+    (k, v), table = paged_cache(lengths.tolist(), 8, 2, 16, BF16)
+    q = normal((2, 1, 12, 16), BF16, 5)
+    memory = [
+        device.array(np.ascontiguousarray(t.transpose(0, 2, 1, 3))).transpose(0, 2, 1, 3) for t in (k, v)
+    ]
+    wide = device.empty((2, 1, 4, 24), BF16)
+    out = wide[..., 4:20]
+    got = cki.paged_attention(
+        device.array(q)[:, :, :4],
+        tuple(memory),
+        device.array(table.astype(np.int64)),
+        device.array(lengths),
+        out=out,
+    )
+    assert got is out
+    truth = reference.paged_attention(q[:, :, :4], (k, v), table, lengths)
+    assert_close(device.numpy(wide)[..., 4:20], truth, plain_paged(q[:, :, :4], (k, v), table, lengths)[0])
+    assert np.isnan(device.numpy(wide).astype(np.float32)[..., [0, 23]]).all()
+
+
+def test_bad_entries_and_lengths_are_inert(device):
+    """A length beyond the table is cut off, a negative one is 0, a block that does not exist hides its keys."""
+    cache, table = paged_cache([64, 64, 64], 16, 1, 16, F16)
+    table = table[:, :4].copy()
+    table[2, 1] = len(cache[0]) + 5
+    check_paged(device, queries(3, 1, 2, 16, F16), cache, table, [1000, -5, 64])
+
+
+def test_lengths_that_change_between_calls_with_the_same_counters(device):
+    counters = device.array(np.zeros(3 * 4, np.uint32))
+    run = configured(counters, blocks=9)
+    for seed, lengths in enumerate(([3, 6, 1], [300, 2, 117], [1, 1, 1], [0, 400, 0])):
+        cache, table = paged_cache(lengths, 4, 2, 16, BF16, seed=seed)
+        check_paged(device, queries(3, 1, 4, 16, BF16), cache, table, lengths, run=run)
+    assert not device.numpy(counters).any()
+
+
+def test_same_call_same_bits(device):
+    lengths = [300, 41, 128]
+    cache, table = paged_cache(lengths, 16, 2, 32, BF16)
+    first = check_paged(device, queries(3, 1, 8, 32, BF16), cache, table, lengths)
+    again = check_paged(device, queries(3, 1, 8, 32, BF16), cache, table, lengths)
+    assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_append_then_attend_on_a_paged_cache(device, dtype):
+    """Prefill of two sequences, then three decoding steps; each equals attention over all that was appended."""
+    cache = PagedKVCache(
+        1,
+        16,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype=dtype,
+        max_sequences=4,
+        max_blocks_per_sequence=8,
+    )
+    a, b = cache.allocate_sequence(list(range(9))), cache.allocate_sequence(list(range(50, 55)))
+    keys = {s: (normal((14, 2, 16), BF16, s), normal((14, 2, 16), BF16, 9 + s)) for s in (a, b)}
+    filled = {a: 0, b: 0}
+    for counts in ((9, 5), (1, 1), (2, 2), (1, 1)):
+        step = cache.prepare_step([a, b], list(counts))
+        new = [[keys[s][i][filled[s] : filled[s] + n] for s, n in zip((a, b), counts)] for i in (0, 1)]
+        cki.append_kv(*(device.array(np.concatenate(t)) for t in new), cache.layer(0), step.slot_mapping)
+        for s, n in zip((a, b), counts):
+            filled[s] += n
+        if counts[0] != counts[1]:
+            continue
+        q = queries(2, counts[0], 4, 16, BF16)
+        out = cki.paged_attention(device.array(q), cache.layer(0), step.block_table, step.seq_lens)
+        for i, s in enumerate((a, b)):
+            k, v = (t[None, : filled[s]] for t in keys[s])
+            truth = reference.attention(q[i : i + 1], k, v, causal=True)[0]
+            difference = np.abs(device.numpy(out)[i].astype(np.float64) - truth).max()
+            assert difference <= (0.02 if dtype == "bf16" else 0.15), difference

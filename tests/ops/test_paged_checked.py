@@ -1,0 +1,41 @@
+"""The decoding kernels under every check of the simulated device.
+
+Each warp's ring of two or three tiles is filled at least three times and runs on across units; blocks share units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import cki.sim
+from tests.ops.attention_cases import BF16, F16, F32, normal
+from tests.ops.paged_cases import E4M3, check_paged, configured, paged_cache
+
+SEEDS = 20
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "cache_dtype", "block_size", "scales", "merge_here"),
+    [
+        ("whole tiles", BF16, BF16, 16, 0, True),
+        ("tokens apart", F16, F16, 3, 0, False),
+        ("fp32", F32, F32, 16, 0, True),
+        ("e4m3, scales of tokens", BF16, E4M3, 5, 3, True),
+        ("e4m3, scales of heads", F16, E4M3, 32, 1, False),
+    ],
+)
+def test_small_shapes_under_every_check(device, name, dtype, cache_dtype, block_size, scales, merge_here):
+    lengths = [250, 0, 30]
+    cache, table = paged_cache(lengths, block_size, 1, 16, cache_dtype, scales=scales)
+    q = normal((3, 2, 4, 16), dtype, 3)
+    for seed in range(SEEDS if device.kind == "sim" else 1):
+        counters = device.array(np.zeros(24, np.uint32)) if merge_here else None
+        run = configured(counters, blocks=2 if seed % 2 else 3, warps=2, stages=2 if seed % 2 else 3)
+        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
+        with checks if device.kind == "sim" else contextlib.nullcontext():
+            check_paged(
+                device, q, cache, table, lengths, run=run, window=(200, 0), sinks=np.ones(4, np.float32)
+            )
