@@ -9,14 +9,13 @@
 // and t+4; since the order of summation is free, operand index t is taken to mean key 2t and t+4 to mean key 2t+1, and the
 // rows of V are read in that order.
 //
-// fp32 is split, a = high + low with high = tf32(a), and a*b is low*high' + high*low' + high*high' (3xTF32): what is left
-// out is 2^-22 of the product, near fp32's own rounding of 2^-24. An infinite fp32 operand gives NaN (inf - inf).
+// fp32 is split for 3xTF32 (split_tf32.cuh); an infinite fp32 operand gives NaN.
 #pragma once
 
 #include "attention/tile.cuh"
 #include "common/convert_element.cuh"
+#include "common/split_tf32.cuh"
 #include "common/types.cuh"
-#include "ptx/convert.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
@@ -32,10 +31,7 @@ struct Fragment {
 template <int kWords>
 struct Fragment<float, kWords> {
   u32 high[kWords], low[kWords];
-  __device__ __forceinline__ void set(int i, u32 word) {
-    high[i] = ptx::f32_to_tf32(__uint_as_float(word));
-    low[i] = ptx::f32_to_tf32(__uint_as_float(word) - __uint_as_float(high[i]));
-  }
+  __device__ __forceinline__ void set(int i, u32 word) { split_tf32(word, high[i], low[i]); }
 };
 
 template <class Element>

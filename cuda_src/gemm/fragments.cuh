@@ -6,15 +6,13 @@
 // types, except for an fp32 tile stored along N: ldmatrix.trans exchanges 16-bit units and would tear the words apart,
 // so there each word is read on its own.
 //
-// fp32 by tensor cores: a = high + low with high = tf32(a), low = tf32(a - high), and a*b is taken as
-// low*high' + high*low' + high*high' (3xTF32). The part left out is 2^-22 of the product, of the size of fp32's own
-// rounding. Infinities are another matter: nonfinite.cuh.
+// fp32 by tensor cores: 3xTF32 (split_tf32.cuh). Infinities are another matter: nonfinite.cuh.
 #pragma once
 
 #include "common/convert_element.cuh"
+#include "common/split_tf32.cuh"
 #include "common/types.cuh"
 #include "gemm/tile_load.cuh"
-#include "ptx/convert.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
@@ -93,14 +91,10 @@ __device__ __forceinline__ void add_products(float (&sum)[kTilesM][kTilesN][4], 
   }
 }
 
-// high + low is x to 2^-22, each of them with the 10 explicit mantissa bits of tf32.
 template <int N>
-__device__ __forceinline__ void split_tf32(const u32 (&x)[N], u32 (&high)[N], u32 (&low)[N]) {
+__device__ __forceinline__ void split_words(const u32 (&x)[N], u32 (&high)[N], u32 (&low)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    high[i] = ptx::f32_to_tf32(__uint_as_float(x[i]));
-    low[i] = ptx::f32_to_tf32(__uint_as_float(x[i]) - __uint_as_float(high[i]));
-  }
+  for (int i = 0; i < N; ++i) split_tf32(x[i], high[i], low[i]);
 }
 
 // The same for fp32: three products, the smallest first.
@@ -109,9 +103,9 @@ __device__ __forceinline__ void add_products(float (&sum)[kTilesM][kTilesN][4], 
                                              const u32 (&b)[2][2], ElementTag<float>) {
   u32 a_high[kTilesM][4], a_low[kTilesM][4], b_high[2][2], b_low[2][2];
 #pragma unroll
-  for (int j = 0; j < 2; ++j) split_tf32(b[j], b_high[j], b_low[j]);
+  for (int j = 0; j < 2; ++j) split_words(b[j], b_high[j], b_low[j]);
 #pragma unroll
-  for (int i = 0; i < kTilesM; ++i) split_tf32(a[i], a_high[i], a_low[i]);
+  for (int i = 0; i < kTilesM; ++i) split_words(a[i], a_high[i], a_low[i]);
   // All tiles within each of the three: products that add to the same sum stand apart.
 #pragma unroll
   for (int i = 0; i < 2 * kTilesM; ++i) {
