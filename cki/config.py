@@ -79,7 +79,8 @@ SETTINGS: tuple[Setting, ...] = (
         "a positive integer, or empty", lambda text: text == "" or _is_positive_integer(text),
     ),
     Setting(
-        "CKI_CXX", "g++", "Host C++17 compiler of the simulated device.", "a command", lambda text: bool(text),
+        "CKI_CXX", "", "Host C++17 compiler of the simulated device. Empty: $CXX, g++ or clang++, the first found.",
+        "a command, or empty", _anything,
     ),
     Setting(
         "CKI_LOG", "0", '1: log each compile, and each launch before it happens, to stderr (logger "cki", level INFO).',

@@ -21,7 +21,7 @@ from typing import Any
 from cki import capture_state
 from cki.adapter import adapter_of, stream_handle
 from cki.device import current
-from cki.errors import InvalidArgumentError, UnsupportedError
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 
 
 class Graph(ABC):
@@ -135,8 +135,15 @@ def capture(function: Callable[..., Any], *args: Any, warmup: int = 1, **kwargs:
     arguments.  warmup: runs before recording, on a side stream, so that nothing is compiled or loaded inside; with 0 a
     first call inside the capture compiles there, which works too.  The recording itself computes nothing.
 
-    Raises UnsupportedError for frameworks that bring their own graphs (TensorFlow, JAX).
+    Raises UnsupportedError for frameworks that bring their own graphs (TensorFlow, JAX), InvalidTypeError or
+    InvalidArgumentError for what is no function or no number of runs; what the function raises passes through.
     """
+    if not callable(function):
+        raise InvalidTypeError(f"function is {function!r}, which cannot be called")
+    if not isinstance(warmup, int) or isinstance(warmup, bool):
+        raise InvalidTypeError(f"warmup is {warmup!r}, not an int")
+    if warmup < 0:
+        raise InvalidArgumentError(f"warmup is {warmup}", hint="0 or more runs")
     tensor = _first_tensor((args, kwargs))
     if current().kind == "sim":
         return _capture_sim(function, args, kwargs, warmup)

@@ -10,7 +10,7 @@ import pytest
 
 import cki
 from cki import capture_state
-from cki.errors import InvalidArgumentError, UnsupportedError
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from tests.conftest import DeviceUnderTest
 from tests.toy import affine
 
@@ -30,6 +30,19 @@ def test_replay_equals_eager_over_changed_inputs(device: DeviceUnderTest) -> Non
             write(x, X + shift, device)
             got = device.numpy(graph.replay())
             np.testing.assert_array_equal(got, 4.0 * (X + shift) + 1.0)
+
+
+def test_bad_arguments() -> None:
+    with cki.device("sim"):
+        with pytest.raises(InvalidTypeError, match="function is None"):
+            cki.capture(None)  # type: ignore[arg-type]
+        with pytest.raises(InvalidTypeError, match="warmup is 'a'"):
+            cki.capture(affine, X, warmup="a")  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="warmup is -1"):
+            cki.capture(affine, X, warmup=-1)
+        with pytest.raises(ZeroDivisionError):
+            cki.capture(lambda: 1 / 0, warmup=0)
+        assert cki.capture(affine, X, steps=1).num_kernels == 1
 
 
 def test_recording_computes_nothing(device: DeviceUnderTest) -> None:

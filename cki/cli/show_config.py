@@ -6,15 +6,15 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import shutil
 import textwrap
 from collections.abc import Sequence
 
 from cki import compiler, config
 from cki.cli.kernel_cache import describe_directory
 from cki.device import ARCH_OF_CAPABILITY, SUPPORT_TABLE
-from cki.errors import InvalidArgumentError
+from cki.errors import CompileError, InvalidArgumentError
 from cki.nvml import survey, visible_gpus
+from cki.sim import toolchain
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +52,6 @@ def found() -> dict[str, str]:
         for gpu in visible_gpus()
     ]
     driver = f"{seen.driver}, CUDA {seen.cuda_version[0]}.{seen.cuda_version[1]}" if seen.driver else "none"
-    host_compiler = shutil.which(config.text("CKI_CXX"))
     return {
         "cki": f"{importlib.import_module('cki').__version__}, Python {platform.python_version()}",
         "GPUs": "; ".join(gpus) or "none",
@@ -60,11 +59,17 @@ def found() -> dict[str, str]:
         "NVRTC": compiler.fingerprint() or f"none: {compiler.INSTALL_HINT}",
         "CUDA headers": ", ".join(compiler.cuda_include_dirs())
         or "none (only users' own kernels may need them)",
-        "host compiler": host_compiler
-        or f"{config.text('CKI_CXX')} not found: the simulated device needs one",
+        "host compiler": _host_compiler(),
         "cache": describe_directory(config.cache_dir()),
         **{name: _version(name) for name in ("cupy", "cuda-bindings", "numpy", "torch", "tensorflow", "jax")},
     }
+
+
+def _host_compiler() -> str:
+    try:
+        return toolchain.find_compiler().command
+    except CompileError as error:
+        return str(error).replace("\n", "\n" + " " * 16)
 
 
 def _version(name: str) -> str:

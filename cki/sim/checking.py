@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Integral
+
+from cki.errors import InvalidTypeError
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Checks:
     bounds: accesses outside the launch's tensors, its shared memory or an array of known size are reported (the same
         build).
     seed: of the adversarial order; the same seed gives the same order whatever the number of OS threads.
+
+    Raises InvalidTypeError for what is no bool, or no int as seed.
     """
 
     adversarial: bool = False
@@ -26,6 +31,17 @@ class Checks:
     races: bool = False
     bounds: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} is {value!r}, not a bool"
+            for name, value in vars(self).items()
+            if name != "seed" and not isinstance(value, bool)
+        ]
+        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
+            wrong.append(f"seed is {self.seed!r}, not an int")
+        if wrong:
+            raise InvalidTypeError("checks of the simulated device", wrong)
 
     @property
     def bits(self) -> int:

@@ -34,16 +34,15 @@ class Compiler:
 
 
 def _candidates() -> list[str]:
-    chosen = config.text("CKI_CXX")
-    default = "g++"
-    environment = os.environ.get("CXX", "")
-    named = [chosen] if chosen != default else [environment] if environment else []
-    return [*named, default, "clang++", "c++"]
+    chosen, environment = config.text("CKI_CXX"), os.environ.get("CXX", "")
+    if chosen:
+        return [chosen]
+    return [*([environment] if environment else []), "g++", "clang++", "c++"]
 
 
 @functools.lru_cache(maxsize=1)
 def find_compiler() -> Compiler:
-    """`CKI_CXX`, `$CXX`, g++ or clang++, the first that is there.
+    """`CKI_CXX`; where that is not set, `$CXX`, g++ or clang++, the first that is there.
 
     Raises CompileError that says what to install when there is none.
     """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cki import sim
-from cki.errors import CkiError, CompileError, InvalidArgumentError
+from cki.errors import CkiError, CompileError, InvalidArgumentError, InvalidTypeError
 from cki.sim import Checks, toolchain
 from cki.sim.dwarf import LineTable
 from cki.sim.elf import ElfFile
@@ -51,6 +51,22 @@ def test_no_compiler_says_what_to_install(monkeypatch):
         assert "CKI_CXX" in str(error.value)
     finally:
         toolchain.find_compiler.cache_clear()
+
+
+def test_a_named_compiler_is_not_replaced_by_another(monkeypatch):
+    monkeypatch.setenv("CKI_CXX", "no-such-compiler")
+    toolchain.find_compiler.cache_clear()
+    try:
+        with pytest.raises(CompileError, match="tried no-such-compiler"):
+            toolchain.find_compiler()
+    finally:
+        toolchain.find_compiler.cache_clear()
+
+
+@pytest.mark.parametrize("wrong", [{"races": "no"}, {"bounds": 1}, {"seed": "x"}, {"seed": 1.5}])
+def test_checks_of_a_wrong_type(wrong):
+    with pytest.raises(InvalidTypeError, match=f"{next(iter(wrong))} is "), sim.checks(**wrong):
+        pass
 
 
 def test_cache_key_follows_headers(tmp_path):
