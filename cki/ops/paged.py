@@ -276,10 +276,10 @@ def representative_specs(arch: str) -> list[KernelSpec]:
 
     add(dtypes.bf16, 128, count=True)
     add(dtypes.bf16, 128, block_size=1, queries=4)
-    add(dtypes.f16, 64, group=8, queries=4, features=True)
-    add(dtypes.bf16, 256, features=True)
+    add(dtypes.f16, 64, group=8, queries=4, features=True, count=True)
+    add(dtypes.bf16, 256, features=True, count=True)
     add(dtypes.bf16, 96, batch=2048)
     add(dtypes.f32, 128)
     add(dtypes.bf16, 128, cache=dtypes.e4m3, scale_axes=3, count=True)
-    add(dtypes.f16, 256, cache=dtypes.e4m3, scale_axes=1, block_size=8)
+    add(dtypes.f16, 256, cache=dtypes.e4m3, scale_axes=1, block_size=8, count=True)
     return list(found)
