@@ -197,8 +197,19 @@ def test_only_queries_that_see_a_bad_value_get_it(device, limits, value):
     q, k, v = qkv(F16, 140, 150, dim=16)
     if "mask" in limits:
         limits = {"mask": np.random.default_rng(0).random((1, 1, 140, 150)) < 0.5}
+    clean, clean_plain = v.copy(), plain(q, k, v, **limits)[0]
     v[0, 120, 0, 3] = value
-    check(device, q, k, v, **limits)
+    on_device = {n: device.array(t) if n == "mask" else t for n, t in limits.items()}
+    out = device.numpy(hopper(*map(device.array, (q, k, v)), **on_device)[0])
+    truth = reference.attention(q, k, v, **limits)
+    good = np.isfinite(truth)
+    assert not good.all() and good[..., 3].any()
+    assert np.array_equal(np.isfinite(out), good)
+    assert np.array_equal(np.isnan(out), np.isnan(truth))
+    clean_truth = reference.attention(q, k, clean, **limits)
+    assert_close(
+        np.where(good, out, 0), np.where(good, truth, 0), np.where(good, clean_plain + truth - clean_truth, 0)
+    )
 
 
 def test_nan_behind_a_mask_leaves_no_trace(device):

@@ -44,7 +44,8 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element>& at, int 
                                             float log_sum_exp) {
   constexpr float kLog2e = 1.44269504088896340736f;
   constexpr int kLaneColumns = (kColumns + 31) / 32;
-  // Opaque: else the compiler computes what depends on the lane before the main loop and keeps it in registers there.
+  // An opaque copy: else the compiler computes what depends on the lane before the loop over all work, and keeps it in
+  // registers through the main loop, which has none to spare.
   u32 opaque[1] = {threadIdx.x % 32};
   ptx::wgmma_fence_registers(opaque);
   const int lane = static_cast<int>(opaque[0]);
