@@ -157,9 +157,3 @@ def _count(*, compiled: int = 0, from_cache_dir: int = 0, from_cubin_dir: int = 
             from_cache_dir=old.from_cache_dir + from_cache_dir,
             from_cubin_dir=old.from_cubin_dir + from_cubin_dir,
         )
-
-
-def is_on_disk(spec: KernelSpec, arch: str) -> bool:
-    """Whether the user's cache directory has this kernel."""
-    key, _, _ = request(spec, arch)
-    return _directory(config.cache_dir()).file(cache_key(key)).exists()
