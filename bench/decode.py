@@ -155,7 +155,7 @@ def configured_call(counted: bool, **changes: Any) -> Run:
     def run(t: Inputs) -> Any:
         scales = t.cache[2:] or (None, None)
         inputs = (t.q, *t.cache[:2], t.table, t.lengths, *scales, None, None, t.counters if counted else None)
-        return call(spec, inputs, (None, (-1, -1), 0.0, False), (t.out, None))
+        return call(spec, inputs, (None, (-1, -1), 0.0, False, False), (t.out, None))
 
     return run
 

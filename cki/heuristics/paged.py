@@ -34,7 +34,8 @@ _ROW_REGISTERS = 100
 class DecodeShape:
     """What the choice depends on.  rows: queries times query heads a KV head.  Item sizes in bytes.
 
-    positions: the most tiles of 16 keys that all units together can have.
+    positions: the most tiles of 16 keys that all units together can have.  alone: a unit's result must not depend on
+    the rest of the batch.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class DecodeShape:
     itemsize: int
     token_scales: bool
     positions: int
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,13 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     tiles = _row_tiles(shape)
     row_blocks = -(-shape.rows // (tiles * TILE_ROWS))
     rows = -(-shape.rows // row_blocks)
-    split = shape.batch <= MAX_SPLIT_BATCH and shape.positions < 2**30
+    split = not shape.alone and shape.batch <= MAX_SPLIT_BATCH and shape.positions < 2**30
     per_sm = device.shared_memory_per_block + 1024  # the system takes 1 KB of each block's
     for min_blocks, warps, stages in (
         (2, 4, 6), (2, 4, 4), (2, 4, 3), (2, 4, 2), (1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 2, 2),
         (1, 1, 2),
     ):  # fmt: skip
-        blocks = max(1, min(device.sm_count * min_blocks, -(-shape.positions // warps)))
+        blocks = max(1, min(device.sm_count * min_blocks, -(-shape.positions // warps))) if split else 1
         config = DecodeConfig(warps, stages, -(-rows // TILE_ROWS), rows, blocks, min_blocks, split)
         if config.shared_memory(shape) <= min(per_sm // min_blocks - 1024, device.shared_memory_per_block):
             return config

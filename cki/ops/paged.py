@@ -33,7 +33,7 @@ Choice = Callable[[DecodeShape, DeviceInfo], DecodeConfig]
 def paged_attention(
     q: Any, cache: Any, block_table: Any, seq_lens: Any, *, scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Any = None, alibi_slopes: Any = None,
-    return_lse: bool = False, counters: Any = None, out: Any = None, stream: Any = None,
+    deterministic: bool = False, return_lse: bool = False, counters: Any = None, out: Any = None, stream: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of the newest 1 to 16 tokens of each sequence over a paged cache that holds them already.
 
@@ -46,6 +46,8 @@ def paged_attention(
     seq_lens - queries + i and sees the keys up to its own.  0 is an empty place in the batch.
     window: (left, right); left limits how far back a query sees; blocks before the window are not read.
     scale, softcap, sinks, alibi_slopes, return_lse, out, stream: as for `cki.attention`.
+    deterministic: results do not depend on the rest of the batch either; each sequence and KV head is one block's work
+    then, which leaves SMs idle where there are few.
     counters: u32 zeros, batch * queries * heads of them, which a call leaves zero; calls that share them must follow
     one another (one stream).  With them the blocks merge their parts themselves and the second launch is saved.
 
@@ -62,14 +64,16 @@ def paged_attention(
         validate_paged(q, tensors[0], tensors[4], tensors[5], window[0])
     k_cache, v_cache, k_scale, v_scale, block_table, seq_lens = tensors
     inputs = (q, k_cache, v_cache, block_table, seq_lens, k_scale, v_scale, sinks, alibi_slopes, counters)
-    return call(PAGED_ATTENTION, inputs, (scale, window, softcap, return_lse), (out, None), stream)
+    return call(
+        PAGED_ATTENTION, inputs, (scale, window, softcap, deterministic, return_lse), (out, None), stream
+    )
 
 
 def decode_attention(
     q: Any, k: Any, v: Any, seq_lens: Any = None, *, cu_seqlens_k: Any = None, scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Any = None, alibi_slopes: Any = None,
-    k_scale: Any = None, v_scale: Any = None, return_lse: bool = False, counters: Any = None, out: Any = None,
-    stream: Any = None,
+    k_scale: Any = None, v_scale: Any = None, deterministic: bool = False, return_lse: bool = False,
+    counters: Any = None, out: Any = None, stream: Any = None,
 ) -> Any:  # fmt: skip
     """`paged_attention` over caches without blocks.
 
@@ -80,7 +84,9 @@ def decode_attention(
     Everything else as for `paged_attention`.
     """
     inputs = (q, k, v, seq_lens, cu_seqlens_k, k_scale, v_scale, sinks, alibi_slopes, counters)
-    return call(DECODE_ATTENTION, inputs, (scale, window, softcap, return_lse), (out, None), stream)
+    return call(
+        DECODE_ATTENTION, inputs, (scale, window, softcap, deterministic, return_lse), (out, None), stream
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,7 +97,8 @@ def plan_paged_attention(
     q: Operand, k: Operand, v: Operand, lengths: Operand, out: Operand, device: DeviceInfo, *,
     block_table: Operand | None = None, scales: tuple[Operand, Operand] | None = None, scale: float | None = None,
     left: int = -1, softcap: float = 0.0, sinks: Operand | None = None, alibi_slopes: Operand | None = None,
-    lse: Operand | None = None, counters: Operand | None = None, choose: Choice = choose_decode,
+    deterministic: bool = False, lse: Operand | None = None, counters: Operand | None = None,
+    choose: Choice = choose_decode,
 ) -> Plan:  # fmt: skip
     """The launches of `paged_attention` or `decode_attention` on checked operands.
 
@@ -115,7 +122,14 @@ def plan_paged_attention(
     rows = queries * group
     most_tiles = (-(-capacity // TILE_KEYS) + (batch if paging == 2 else 0)) * (1 if paging == 2 else batch)
     shape = DecodeShape(
-        batch, rows, head_dim, value_dim, itemsize, token_scales, max(batch, most_tiles) * kv_heads * rows
+        batch,
+        rows,
+        head_dim,
+        value_dim,
+        itemsize,
+        token_scales,
+        max(batch, most_tiles) * kv_heads * rows,
+        deterministic,
     )
     chosen = choose(shape, device)
     units = batch * kv_heads * -(-rows // chosen.rows)
@@ -191,7 +205,8 @@ def plan_problem(
         problem["q"], k, problem.get("v_cache") or problem["v"], lengths, outputs["out"], device,
         block_table=problem.get("block_table"), scale=problem.attribute("scale"),
         scales=None if k_scale is None or v_scale is None else (k_scale, v_scale),
-        left=problem.attribute("window")[0], softcap=problem.attribute("softcap"), sinks=problem.get("sinks"),
+        deterministic=problem.attribute("deterministic"), left=problem.attribute("window")[0],
+        softcap=problem.attribute("softcap"), sinks=problem.get("sinks"),
         alibi_slopes=problem.get("alibi_slopes"), lse=outputs.get("lse"), counters=problem.get("counters"),
         choose=choose,
     )  # fmt: skip
@@ -208,7 +223,7 @@ def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
 
 _ATTRIBUTES = (
     Attribute("scale", float), Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0),
-    Attribute("return_lse", bool, False),
+    Attribute("deterministic", bool, False), Attribute("return_lse", bool, False),
 )  # fmt: skip
 _OPTIONAL = (
     Input("k_scale", True), Input("v_scale", True), Input("sinks", True), Input("alibi_slopes", True),

@@ -107,13 +107,13 @@ def gathered(cache: np.ndarray, table_row: Any, length: int) -> tuple[np.ndarray
 def paged_attention(
     q: Any, cache: Any, block_table: Any, seq_lens: Any, *, scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Any = None, alibi_slopes: Any = None,
-    return_lse: bool = False,
+    deterministic: bool = False, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Causal, bottom-right aligned attention of q [batch, queries, heads, dim] over each sequence's keys in the cache.
 
     cache: (k_cache, v_cache) or with (k_scale, v_scale).  Sequence b has seq_lens[b] keys (cut off at what the table
     reaches), key j in block block_table[b, j // block_size]; keys of blocks outside the cache, and before the window,
-    are hidden.  See `cki.paged_attention`; logits as in `attention`.
+    are hidden.  See `cki.paged_attention`; logits as in `attention`.  deterministic changes nothing here.
     """
     q = np.asarray(q)
     keys, values = dequantized(*cache)
@@ -137,8 +137,8 @@ def decode_attention(
     q: Any, k: Any, v: Any, seq_lens: Any = None, *, cu_seqlens_k: Any = None, k_scale: Any = None, v_scale: Any = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """`paged_attention` over dense k, v [batch, capacity, kv_heads, dim] with seq_lens, or ragged [tokens, kv_heads, dim]
-    with cu_seqlens_k [batch + 1]."""
+    """`paged_attention` over dense k, v [batch, capacity, kv_heads, dim] with seq_lens, or over ragged ones [tokens,
+    kv_heads, dim] with cu_seqlens_k [batch + 1]."""
     k, v = dequantized(k, v, k_scale, v_scale)
     if cu_seqlens_k is not None:
         starts = np.asarray(cu_seqlens_k).astype(np.int64)

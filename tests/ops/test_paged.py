@@ -169,6 +169,38 @@ def test_same_call_same_bits(device):
     assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(first, again))
 
 
+def test_deterministic_results_do_not_depend_on_the_batch(device):
+    """The same sequence alone and between others, in a larger table: the same bits."""
+    lengths = [300, 41, 128]
+    cache, table = paged_cache(lengths, 16, 2, 32, BF16)
+    q = queries(3, 1, 8, 32, BF16)
+    whole = check_paged(device, q, cache, table, lengths, deterministic=True)
+    alone = check_paged(device, q[1:2], cache, table[1:2, :3].copy(), lengths[1:2], deterministic=True)
+    assert all(np.array_equal(a[1:2].view(np.uint8), b.view(np.uint8)) for a, b in zip(whole, alone))
+
+
+def test_offsets_beyond_32_bits(device):
+    """Blocks 2^30 elements apart; memory that is not touched is never there."""
+    if device.kind == "cuda":
+        pytest.skip("12 GB of device memory for the sake of an offset")
+    stride = 2**30
+    memory = [np.empty(2 * stride + 16 * 16, np.float16) for _ in range(2)]
+    shape, strides = (3, 16, 1, 16), (2 * stride, 32, 32, 2)
+    cache = tuple(np.lib.stride_tricks.as_strided(t, shape, strides) for t in memory)
+    for i, t in enumerate(cache):
+        t[[0, 2]] = np.nan
+        t[2] = normal((16, 1, 16), F16, i)
+    new = normal((2, 1, 16), F16, 5)
+    cki.append_kv(new, new, cache, np.array([2 * 16 + 8, 2 * 16 + 9]))
+    assert np.array_equal(cache[0][2, 8:10], new) and np.array_equal(cache[1][2, 8:10], new)
+    q, table = queries(1, 1, 1, 16, F16), np.array([[2]], np.int32)
+    out = cki.paged_attention(q, cache, table, np.array([10], np.int32))
+    small = tuple(t[2:].copy() for t in cache)
+    assert_close(
+        out, reference.paged_attention(q, small, table * 0, [10]), plain_paged(q, small, table * 0, [10])[0]
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 def test_append_then_attend_on_a_paged_cache(device, dtype):
     """Prefill of two sequences, then three decoding steps; each equals attention over all that was appended."""

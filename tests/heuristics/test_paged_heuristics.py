@@ -1,0 +1,54 @@
+"""Launch shapes of the decoding kernels: they fit every device, and the flagship shape gets what was measured best."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cki.device import sim_device
+from cki.heuristics.paged import DecodeShape, append_blocks_per_token, choose_decode
+from cki.kernel import ARCHITECTURES
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_shape_fits_in_shared_memory(arch):
+    device = sim_device(arch)
+    for itemsize, dim, rows, batch in itertools.product(
+        (1, 2, 4), (8, 64, 128, 256), (1, 4, 16, 256), (1, 64, 5000)
+    ):
+        shape = DecodeShape(batch, rows, dim, dim, itemsize, itemsize == 1, positions=10**6)
+        chosen = choose_decode(shape, device)
+        assert chosen.shared_memory(shape) <= device.shared_memory_per_block
+        assert (
+            chosen.min_blocks * (chosen.shared_memory(shape) + 1024) <= device.shared_memory_per_block + 1024
+        )
+        assert chosen.rows <= 8 * chosen.row_tiles
+        assert chosen.split == (batch <= 1024)
+
+
+def test_two_blocks_an_sm_with_three_stages_for_the_usual_decoder():
+    for batch in (1, 128):
+        chosen = choose_decode(DecodeShape(batch, 4, 128, 128, 2, False, 10**6), sim_device("sm_90a"))
+        assert (chosen.warps, chosen.stages, chosen.min_blocks, chosen.blocks) == (4, 3, 2, 264)
+
+
+def test_no_more_blocks_than_there_can_be_work():
+    chosen = choose_decode(DecodeShape(1, 4, 128, 128, 2, False, positions=20), sim_device("sm_90a"))
+    assert chosen.blocks == 5
+
+
+def test_a_unit_alone_does_not_depend_on_the_batch():
+    device = sim_device("sm_90a")
+    found = {
+        choose_decode(DecodeShape(batch, 4, 128, 128, 2, False, 512 * batch, alone=True), device)
+        for batch in (1, 7, 1000, 5000)
+    }
+    assert len(found) == 1 and not found.pop().split
+
+
+def test_blocks_that_share_a_token():
+    device = sim_device("sm_90a")
+    assert append_blocks_per_token(64, 48, 8, device) == 6
+    assert append_blocks_per_token(100_000, 48, 8, device) == 1
+    assert append_blocks_per_token(1, 3, 8, device) == 1
