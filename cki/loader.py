@@ -179,6 +179,8 @@ class Kernel:
 
 
 def _triple(name: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
+    if type(sizes) is int:  # nearly always
+        return sizes, 1, 1
     is_listed = isinstance(sizes, Sequence) or (isinstance(sizes, np.ndarray) and sizes.ndim == 1)
     given: tuple[Any, ...] = tuple(sizes) if is_listed else (sizes,)  # type: ignore[arg-type]
     if not all(_is_integer(size) for size in given):
