@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cki.dtypes import DType
+from cki.dtypes import LARGEST_F32, DType
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.kernel import ConstantValue
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def checked_constants(constants: Any) -> dict[str, ConstantValue]:
@@ -53,5 +52,5 @@ def _plain(value: object) -> ConstantValue | None:
     if isinstance(value, (int, np.integer)):
         return int(value) if -(2**63) <= value < 2**63 else None
     if isinstance(value, (float, np.floating)):
-        return float(value) if abs(float(value)) <= _LARGEST else None
+        return float(value) if abs(float(value)) <= LARGEST_F32 else None
     return None

@@ -95,3 +95,7 @@ def from_numpy(dtype: object) -> DType:
     if found is None:
         raise InvalidTypeError(f"NumPy dtype {dtype} has no kernels", hint=f"one of {known_names()}")
     return found
+
+
+#: The largest finite number of f32.
+LARGEST_F32 = float.fromhex("0x1.fffffep127")

@@ -15,14 +15,13 @@ import numpy as np
 
 from cki.adapter import ALIGNMENT, Adapter
 from cki.device import DeviceInfo, cuda_device, current
+from cki.dtypes import LARGEST_F32
 from cki.errors import CkiError, DeviceError, InvalidArgumentError, InvalidTypeError
 from cki.operand import Operand, dense
 from cki.ops.spec import Attribute, OpSpec, OutputSpec, Problem
 from cki.plan import Plan
 from cki.tensor import TensorView
 
-#: The largest number of fp32, the type in which kernels take attributes.
-_LARGEST = float(np.finfo(np.float32).max)
 #: Bytes that divide the address of what `Adapter.empty` returns.
 _OUTPUT_ALIGNMENT = {"cuda": 256, "sim": 64}
 
@@ -174,7 +173,7 @@ def _attribute_value(attribute: Attribute, given: Any) -> tuple[Any, str]:
         and isinstance(given, (int, float, np.floating, np.integer))
         and not isinstance(given, bool)
     ):
-        return (float(given), "") if -_LARGEST <= given <= _LARGEST else (
+        return (float(given), "") if -LARGEST_F32 <= given <= LARGEST_F32 else (
             attribute.default, f"{name} is {_shown(given)}, not a finite number of fp32"
         )  # fmt: skip
     if kind is int and isinstance(given, (int, np.integer)) and not isinstance(given, bool):
