@@ -105,19 +105,18 @@ def choose_hopper_tiles(
 ) -> HopperTiles:
     """Tiles for `rows` queries and padded head dimensions.
 
-    has_limits: causal or windowed.  is_plain: only a positive scale goes into the logits, and no limit on the left.
+    has_limits: causal or windowed.  is_plain: nothing but a positive scale goes into the logits.
     """
     widest = max(head_dim, value_dim)
     schedule = "dynamic" if has_limits else "fixed"
     if widest <= 64:
-        # 128 keys with limits spill 16 bytes of the 160 registers of three consumers.
-        tiles = HopperTiles(3 if is_plain else 2, 112 if is_plain and has_limits else 128, schedule=schedule)
+        tiles = HopperTiles(3 if is_plain else 2, 128, schedule=schedule)
     elif widest <= 128:
         tiles = HopperTiles(2, (128 if has_limits else 176) if is_plain else 112, schedule=schedule)
     elif widest <= 192:
         tiles = HopperTiles(2, 96 if is_plain else 80, schedule=schedule)
     else:
-        tiles = HopperTiles(2, 80 if is_plain else 32, schedule=schedule, ping_pong=False)
+        tiles = HopperTiles(2, 80 if is_plain else 64, schedule=schedule, ping_pong=False)
     if rows <= 64 * (tiles.consumers - 1):
         consumers = -(-rows // 64)
         tiles = replace(tiles, consumers=consumers, ping_pong=tiles.ping_pong and consumers > 1)
@@ -144,8 +143,7 @@ def tuning_candidates(
     best = choose_hopper_tiles(1 << 20, head_dim, value_dim, has_limits, True, device)
     candidates = [best, *(HopperTiles(*shape, schedule=best.schedule) for shape in shapes)]
     candidates += [replace(best, schedule=other) for other in SCHEDULES if other != best.schedule]
-    # Without turns a few more registers are needed.
-    candidates += [replace(best, ping_pong=False, block_keys=best.block_keys - 16)]
+    candidates += [replace(best, ping_pong=False)]
     if (
         widest <= 128
     ):  # short sequences: small tiles, whose blocks overlap each other instead of their own warpgroups

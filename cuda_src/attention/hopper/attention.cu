@@ -165,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   if constexpr (kConsumerRegisters > 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
   const int consumer = warpgroup - 1;
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32 % 4, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   const Turns<kConsumers, kPingPong> turns(consumer);
   const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
   const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * kGroupRows * kKeySpan);
@@ -304,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const bool is_bad = !is_finite_row(rows.output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
-        to_repair[r] = __ballot_sync(kFullWarp, is_bad && row + 8 * r < queries);
+        to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && row + 8 * r < queries), 0);
         if (factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
 #pragma unroll
           for (int i = 0; i < kValueDim / 2; ++i) {
@@ -327,10 +328,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
           const int lane_of_row = __ffs(static_cast<int>(bad)) - 1;
           bad &= ~(0xfu << lane_of_row / 4 * 4);
           QueryRow<BiasElement> one = rows.query[r];
-          const int further = lane_of_row / 4 - lane / 4;  // from this lane's row
-          one.query = row + 8 * r + further;
-          if constexpr (kBias) one.bias += (one.query - rows.query[r].query) * bias_query;
-          if constexpr (kMask) one.mask += (one.query - rows.query[r].query) * mask_query;
+          one.query = group_row + warp * 16 + 8 * r + lane_of_row / 4;
+          if constexpr (kBias)
+            one.bias = bias + tile.batch * bias_batch + tile.head * bias_head + one.query * bias_query;
+          if constexpr (kMask)
+            one.mask = mask + tile.batch * mask_batch + tile.head * mask_head + one.query * mask_query;
           const RowOperands<Element> at{
               q + tile.batch * q_batch + tile.head * q_head + one.query * q_sequence,
               k + tile.batch * k_batch + tile.head / group * k_head, k_sequence,

@@ -51,7 +51,10 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element>& at, int 
   const int lane = static_cast<int>(opaque[0]);
   float sums[kLaneColumns] = {};
   for (int key = band.begin(row.query); key < band.end(row.query); ++key) {
-    if (!is_visible<Features>(key, row, rules)) continue;
+    if constexpr (Features::kBias || Features::kMask) {
+      // The same in all lanes; the shuffle tells the compiler, which else prepares all that follows for a split warp.
+      if (__shfl_sync(kFullWarp, is_visible<Features>(key, row, rules), 0) == 0) continue;
+    }
     float score = 0.0f;
     for (int d = lane; d < head_dim; d += 32) {
       score = fmaf(to_float(at.query[d]), to_float(at.keys[key * at.key_stride + d]), score);

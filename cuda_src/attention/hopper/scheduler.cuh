@@ -93,7 +93,9 @@ struct WorkSource {
   __device__ __forceinline__ void next_of_consumer() {
     if constexpr (kSchedule == Schedule::dynamic) {
       ring.wait_full();
-      number = numbers[ring.stage];
+      // The shuffle tells the compiler that the number, and all branches that follow from it, are uniform in the warp:
+      // else descriptors and barriers go through vector registers in the main loop.
+      number = __shfl_sync(0xffffffffu, numbers[ring.stage], 0);
       __syncwarp();
       ring.release();
     } else {
