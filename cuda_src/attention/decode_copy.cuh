@@ -95,21 +95,42 @@ struct KeySource {
     constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
     constexpr int kTrips = kTileKeys * kPieces / 32;
     static_assert(kTileKeys * kPieces % 32 == 0, "all lanes copy");
+    constexpr bool kRegular = kWholeTiles && 32 % kPieces == 0;  // every trip of a lane has the same piece of a row
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const i64 own = at.block < 0 ? -1 : at.block * (kPaging == 2 ? token_stride : block_stride) + at.place * token_stride;
-#pragma unroll(kTrips <= 16 ? kTrips : 8)
-    for (int trip = 0; trip < kTrips; ++trip) {
-      const int row = (lane + trip * 32) / kPieces, piece = (lane + trip * 32) % kPieces;
-      i64 offset = own;
-      if constexpr (kWholeTiles) {
-        offset += row * token_stride;
-      } else {
-        offset = __shfl_sync(kFullWarp, own, row);
+    const i64 outer_stride = kPaging == 2 ? token_stride : block_stride;
+    const i64 own = at.block < 0 ? -1 : at.block * outer_stride + at.place * token_stride;
+    if constexpr (kRegular) {
+      const int first_row = lane / kPieces, piece = lane % kPieces;
+      unsigned char* target = tile + first_row * T::kPitch + piece * kCopyBytes;
+      const bool inside = own >= 0 && piece * kPerPiece < kDim;
+      const Element* source = inside ? head + own + first_row * token_stride + piece * kPerPiece : head;
+      const i64 step = inside ? 32 / kPieces * token_stride : 0;
+      if (own >= 0 && at.first_valid == 0 && at.end_valid == kTileKeys) {  // nearly always, and for all lanes
+#pragma unroll
+        for (int trip = 0; trip < kTrips; ++trip) {
+          ptx::cp_async<kCopyBytes>(target + trip * (32 / kPieces * T::kPitch), source, inside ? kCopyBytes : 0);
+          source += step;
+        }
+        return;
       }
-      const bool valid = (kWholeTiles ? own >= 0 : offset >= 0) && row >= at.first_valid && row < at.end_valid &&
-                         piece * kPerPiece < kDim;
-      ptx::cp_async<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes,
-                                valid ? head + offset + piece * kPerPiece : head, valid ? kCopyBytes : 0);
+#pragma unroll 1
+      for (int trip = 0; trip < kTrips; ++trip) {
+        const int row = first_row + trip * (32 / kPieces);
+        const bool valid = inside && row >= at.first_valid && row < at.end_valid;
+        ptx::cp_async<kCopyBytes>(target + trip * (32 / kPieces * T::kPitch), valid ? source : head,
+                                  valid ? kCopyBytes : 0);
+        source += step;
+      }
+    } else {
+#pragma unroll(kTrips <= 16 ? kTrips : 8)
+      for (int trip = 0; trip < kTrips; ++trip) {
+        const int row = (lane + trip * 32) / kPieces, piece = (lane + trip * 32) % kPieces;
+        const i64 offset = kWholeTiles ? own + row * token_stride : __shfl_sync(kFullWarp, own, row);
+        const bool valid = (kWholeTiles ? own : offset) >= 0 && row >= at.first_valid && row < at.end_valid &&
+                           piece * kPerPiece < kDim;
+        ptx::cp_async<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes,
+                                  valid ? head + offset + piece * kPerPiece : head, valid ? kCopyBytes : 0);
+      }
     }
   }
 };
