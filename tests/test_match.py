@@ -107,6 +107,16 @@ def test_a_recognised_call_still_refuses_overlap():
             cki.linear(memory[:3], torch.eye(24), out=memory[1:4])
 
 
+@pytest.mark.torch
+def test_a_held_plan_says_what_differs():
+    with cki.device("sim"):
+        held = cki.hold(cki.rms_norm, torch.randn(4, 8))
+        with pytest.raises(ValueError, match=r"x is f32\[3, 8\] on cpu, planned for f32\[4, 8\] on cpu"):
+            held(torch.randn(3, 8))
+        with pytest.raises(ValueError, match=r"with strides \(1, 4\), planned for"):
+            held(torch.randn(8, 4).t())
+
+
 def test_numpy_calls_go_by_key():
     x = np.ones((2, 8), np.float32)
     with cki.device("sim"):

@@ -6,6 +6,7 @@ Prints one line an operation and `ok`.  Runs on the GPU when there is one, else 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -55,6 +56,9 @@ def selftest() -> None:
 def _device_kind() -> str:
     if current().kind == "sim":
         return "sim"
+    if os.environ.get("CKI_DEVICE") == "cuda":  # the user asked for the GPU: what is missing is an error
+        cuda_device(0)
+        return "cuda"
     try:
         cuda_device(0)
         import cupy  # noqa: F401

@@ -12,32 +12,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cki import capture_state
-from cki.adapter import BY_TYPE, Adapter, type_name
+from cki.adapter import ALIGNMENT, BY_TYPE, Adapter, type_name
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.ops.call import Planned, PlanRequest, common_adapter_of, find_entry, tensor_names
 from cki.ops.entry import Entry
 from cki.ops.match import Matcher, matcher
+from cki.tensor import TensorView
 
 
 class HeldPlan:
     """A checked, planned and compiled problem.  Made by `hold`; may be called from several threads."""
 
     __slots__ = (
-        "_current_stream",
-        "_entry",
-        "_keys",
-        "_launch",
-        "_match",
-        "_names",
-        "_num_inputs",
-        "_num_outs",
-    )
+        "_current_stream", "_entry", "_keys", "_launch", "_match", "_names", "_num_inputs", "_num_outs", "_planned",
+    )  # fmt: skip
 
     def __init__(self, entry: Entry, names: Sequence[str], examples: Sequence[Any], num_inputs: int) -> None:
         """names, examples: of the tensors that are given, inputs first, then outputs."""
         self._entry = entry
         self._names = tuple(names)
         self._keys = tuple(entry.adapter.signature(example)[1] for example in examples)
+        self._planned = tuple(described(entry.adapter.view(example)) for example in examples)
         self._num_inputs = num_inputs
         self._num_outs = len(self._names) - num_inputs
         self._match = _recogniser(entry.adapter, examples, self._keys)
@@ -81,18 +76,28 @@ class HeldPlan:
     def _refusal(self, tensors: Sequence[Any]) -> InvalidArgumentError:
         adapter = self._entry.adapter
         problems = []
-        for name, tensor, key in zip(self._names, tensors, self._keys):
+        for name, tensor, key, planned in zip(self._names, tensors, self._keys, self._planned):
             if BY_TYPE.get(type(tensor)) is not adapter:
                 problems.append(f"{name} is of type {type_name(type(tensor))}, planned for {adapter.name}")
                 continue
-            found = adapter.signature(tensor)[1]
-            if found != key:
-                problems.append(f"{name} is {found}, planned for {key}")
+            if adapter.signature(tensor)[1] != key:
+                found = described(adapter.view(tensor)) if not adapter.check(tensor, name) else "not usable"
+                problems.append(f"{name} is {found}, planned for {planned}")
         return InvalidArgumentError(
             f"{self._entry.spec.name}: tensors that this plan is not for",
             problems,
             "cki.hold again for this problem",
         )
+
+
+def described(view: TensorView) -> str:
+    """A tensor in words: f32[4, 8] on cuda:0, strides where they are not row-major, alignment where it is under 16."""
+    text = f"{view.dtype}{list(view.shape)} on {view.device}"
+    if not view.is_contiguous():
+        text += f" with strides {view.strides}"
+    if view.ptr & 15:
+        text += f" at an address that is a multiple of {ALIGNMENT[view.ptr & 15]} only"
+    return text
 
 
 def _recogniser(adapter: Adapter, examples: Sequence[Any], keys: Sequence[Any]) -> Matcher:

@@ -75,10 +75,12 @@ def test_scale(device, scale):
     check(device, q, k, v, scale=scale)
 
 
+@pytest.mark.parametrize("softcap", [0.3, 2.0, 30.0, 1e3, 1e6])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_softcap(device, dtype):
+def test_softcap(device, dtype, softcap):
+    """From a cap below most logits to one that none comes near: it must not cost accuracy."""
     q, k, v = qkv(DTYPES[dtype], 20, 70, dim=16)
-    check(device, q, k, v, softcap=2.0, causal=True)
+    check(device, q, k, v, softcap=softcap, causal=True)
 
 
 @pytest.mark.parametrize(
