@@ -29,9 +29,11 @@ from cki.heuristics.linear import (
     pair_access,
     weight_access,
 )
+from cki.heuristics.linear_hopper import HopperTile
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
+from cki.ops import linear_hopper
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
@@ -78,9 +80,17 @@ class Part(NamedTuple):
 
 def plan_linear(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
-    activation: str | None = None, weight_layout: str = "in_out", tile: Tile | None = None,
+    activation: str | None = None, weight_layout: str = "in_out", tile: Tile | HopperTile | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
-    """Steps of one linear layer over operands (see `linear`).  tile: instead of the heuristic's choice."""
+    """Steps of one linear layer over operands (see `linear`).
+
+    tile: instead of the heuristic's choice; a HopperTile selects the kernel for sm_90a, which the heuristics do not
+    select yet.
+    """
+    if isinstance(tile, HopperTile):
+        return linear_hopper.plan_linear_hopper(
+            x, w, bias, residual, y, device, _access(w, weight_layout), tile, activation=activation
+        )
     return _plan(x, [Part(w, bias)], residual, y, device, activation, weight_layout, tile)
 
 
@@ -323,4 +333,5 @@ def representative_specs(arch: str) -> list[KernelSpec]:
                 add(dtype, tile, copy_x=size, copy_w=size, unit_x=False, access=strided, **narrow)
     for activation in ACTIVATIONS:
         add(dtypes.f16, TILES_16BIT[0], activation=activation)
-    return list(found)
+    hopper = linear_hopper.representative_specs() if arch == "sm_90a" else []
+    return [*found, *hopper]

@@ -1,0 +1,162 @@
+"""Plan of the Hopper GEMM (`cuda_src/gemm/hopper/linear.cu`): tensor maps, constants, the launch.
+
+`cki.ops.linear.plan_linear` comes here when its `tile` is a `HopperTile`.
+"""
+
+from __future__ import annotations
+
+from cki import dtypes
+from cki.device import DeviceInfo
+from cki.dtypes import DType
+from cki.errors import UnsupportedError
+from cki.heuristics.linear import ACTIVATIONS, WeightAccess, pair_access
+from cki.heuristics.linear_hopper import (
+    LAUNCH_REGISTERS,
+    REGISTER_SHARES,
+    STAGE_DEPTH,
+    HopperTile,
+    tile_count,
+)
+from cki.heuristics.rows import RowBatch, row_batches
+from cki.kernel import KernelSpec, kernel_spec
+from cki.operand import Operand
+from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
+
+_ARCH = "sm_90a"
+_PARAMS = "TTTPPPiiiqqqqq"
+#: Rows of a store by TMA: a warp's.
+_STORE_ROWS = 16
+#: Tile numbers are 32-bit, and step past the last by two rounds of blocks.
+_MAX_TILES = 2**31 - 2**20
+
+
+def hopper_obstacles(
+    x: Operand, w: Operand, columns: int, access: WeightAccess, rows: list[RowBatch], device: DeviceInfo
+) -> list[str]:
+    """Every reason why the Hopper kernel cannot multiply these operands; empty when it can.
+
+    columns: N.  access: how w is read.  rows: of x, residual and y together.
+    """
+    found = []
+    if device.arch != _ARCH:
+        found.append(f"it needs {_ARCH}, the device is {device.arch}")
+    if x.dtype not in (dtypes.f16, dtypes.bf16):
+        found.append(f"x is {x.dtype}: it takes f16 and bf16")
+    depth = x.shape[-1]
+    if depth == 0:
+        found.append("K is 0")
+        return found
+    if len(rows) != 1 or rows[0].axes != 1:
+        found.append("the rows of x, residual and result do not lie evenly in memory")
+    else:
+        row_stride = rows[0].strides[0][2] if rows[0].rows > 1 else depth
+        found += _row_obstacles("x", x, depth, 1 if depth == 1 else x.strides[-1], row_stride, rows[0].rows)
+    inner, outer = (columns, depth) if access.along_n else (depth, columns)
+    return found + _row_obstacles("w", w, inner, access.column_stride, access.stride, outer)
+
+
+def _row_obstacles(name: str, tensor: Operand, inner: int, step: int, stride: int, count: int) -> list[str]:
+    """What a tensor map does not take of `count` rows of `inner` elements, `step` apart, rows `stride` apart."""
+    itemsize = tensor.dtype.itemsize
+    found = []
+    if step != 1:
+        found.append(f"{name} has elements {step} apart, not 1, along its rows")
+    if tensor.alignment % 16 or tensor.offset % 16 or (count > 1 and stride * itemsize % 16):
+        found.append(f"{name}'s rows do not begin at multiples of 16 bytes")
+    if count > 1 and not inner <= stride < (1 << 40) // itemsize:
+        found.append(f"{name}'s rows of {inner} elements are {stride} apart: they overlap or reverse")
+    return found
+
+
+def _tensor_map(tensor: Operand, inner: int, outer: int, stride: int, box: tuple[int, int]) -> TensorMapArg:
+    """Over `outer` rows of `inner` elements, `stride` elements apart.  One row may have any stride: any will do."""
+    stride_bytes = stride * tensor.dtype.itemsize if outer > 1 else 16
+    return TensorMapArg(tensor, (inner, outer), (stride_bytes,), box)
+
+
+def plan_linear_hopper(
+    x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo,
+    access: WeightAccess, tile: HopperTile, *, activation: str | None = None,
+) -> tuple[Step, ...]:  # fmt: skip
+    """The launch; none for an empty result.  access: how w is read.  UnsupportedError names every obstacle."""
+    if y.size == 0:
+        return ()
+    batches = row_batches([t for t in (x, residual, y) if t is not None])
+    obstacles = hopper_obstacles(x, w, y.shape[-1], access, batches, device)
+    if tile.shared_memory > device.shared_memory_per_block:
+        obstacles.append(f"tiles {tile} need {tile.shared_memory} bytes of shared memory")
+    if obstacles:
+        raise UnsupportedError("linear: the Hopper kernel", obstacles, "the generic kernel")
+    (batch,) = batches
+    rows, depth, columns = batch.rows, x.shape[-1], y.shape[-1]
+    tiles = tile_count(tile, rows, columns)
+    if tiles > _MAX_TILES:
+        raise UnsupportedError(f"linear: {tiles} tiles", [f"{_MAX_TILES} at most"], "the generic kernel")
+    x_stride, *residual_strides, y_stride = (strides[2] for strides in batch.strides)
+    residual_stride = residual_strides[0] if residual_strides else 0
+    y_step = 1 if columns == 1 else y.strides[-1]
+    residual_step = 1 if residual is None or columns == 1 else residual.strides[-1]
+    # TMA stores write whole units of 16 bytes, also at the end of a row.
+    whole_units = columns * y.dtype.itemsize % 16 == 0
+    tma_store = whole_units and not _row_obstacles("y", y, columns, y_step, y_stride, rows)
+    kernel = hopper_kernel(
+        x.dtype, tile, bias=None if bias is None else bias.dtype, activation=activation, residual=residual is not None,
+        along_n=access.along_n, tma_store=tma_store,
+        pair_y=tma_store or pair_access(y, y_step, (y_stride,)),
+        pair_bias=bias is not None and pair_access(bias, bias.strides[0], ()),
+        pair_residual=residual is not None and pair_access(residual, residual_step, (residual_stride,)),
+    )  # fmt: skip
+    x_map = _tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.block_m))
+    if access.along_n:
+        w_map = _tensor_map(w, columns, depth, access.stride, (64, STAGE_DEPTH))
+    else:
+        w_map = _tensor_map(w, depth, columns, access.stride, (STAGE_DEPTH, tile.block_n))
+    y_map = _tensor_map(y, columns, rows, y_stride, (64, _STORE_ROWS)) if tma_store else x_map
+    arguments: tuple[ArgumentValue, ...] = (
+        x_map, w_map, y_map, bias or NullPointer(), residual or NullPointer(), y, rows, columns, depth,
+        1 if bias is None else bias.strides[0], residual_stride, residual_step, y_stride, y_step,
+    )  # fmt: skip
+    blocks = min(tiles, max(device.sm_count, 1))
+    reason = (
+        f"{rows} x {depth} by {columns}: wgmma and TMA, tiles of {tile.block_m} x {tile.block_n}, "
+        f"{tile.stages} stages, {'ping-pong' if tile.ping_pong else 'cooperative'}, {tiles} tiles on {blocks} blocks"
+    )
+    return (
+        Step(kernel, (blocks, 1, 1), (tile.threads, 1, 1), arguments, smem=tile.shared_memory, reason=reason),
+    )
+
+
+def hopper_kernel(
+    dtype: DType, tile: HopperTile, *, bias: DType | None = None, activation: str | None = None,
+    residual: bool = False, along_n: bool = True, tma_store: bool = True, pair_y: bool = True,
+    pair_bias: bool = True, pair_residual: bool = True,
+) -> KernelSpec:  # fmt: skip
+    """The kernel of one configuration."""
+    producer, consumer = REGISTER_SHARES
+    return kernel_spec(
+        "gemm/hopper/linear.cu", "linear_hopper", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
+        Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
+        kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
+        kPingPong=tile.ping_pong, kWeightAlongN=along_n, kTmaStore=tma_store, kVectorY=2 if pair_y else 1,
+        kVectorBias=2 if bias is not None and pair_bias else 1,
+        kVectorResidual=2 if residual and pair_residual else 1,
+        kProducerRegisters=producer, kConsumerRegisters=consumer,
+    )  # fmt: skip
+
+
+def representative_specs() -> list[KernelSpec]:
+    """Eight kernels that stand for all: every kind of tile, both weight orders, both ways to store, each activation."""
+    f16, bf16, f32 = dtypes.f16, dtypes.bf16, dtypes.f32
+    wide, tall, square = HopperTile(128, 256), HopperTile(256, 128), HopperTile(128, 128)
+    turns, flat = HopperTile(128, 128, ping_pong=True), HopperTile(64, 256, ping_pong=True)
+    return [
+        hopper_kernel(bf16, wide, along_n=False),
+        hopper_kernel(f16, wide, bias=f16, activation="gelu", residual=True),
+        hopper_kernel(f16, wide, bias=f32, activation="silu", residual=True, along_n=False, tma_store=False,
+                      pair_y=False, pair_bias=False, pair_residual=False),
+        hopper_kernel(f16, tall, bias=f16, residual=True, along_n=False),
+        hopper_kernel(bf16, square, bias=bf16, activation="gelu_tanh"),
+        hopper_kernel(f16, turns, bias=f16, activation="gelu", residual=True, along_n=False),
+        hopper_kernel(bf16, turns, bias=bf16, activation="relu", residual=True, tma_store=False),
+        hopper_kernel(f16, flat, bias=f16, activation="gelu", residual=True),
+    ]  # fmt: skip

@@ -1,0 +1,156 @@
+// y[M, N] = act(x[M, K] w[K, N] + bias[N]) + residual[M, N] on Hopper (sm_90a): wgmma on operands brought by TMA.
+//
+// f16 or bf16 with fp32 sums: the same function as gemm/linear.cu, for matrices whose rows TMA can describe.
+//
+// Roles.   Warpgroup 0 is the producer: one thread keeps TMA copies in flight through a ring of kStages stages, 64
+//          elements of K each; its registers go to the two consumer warpgroups (setmaxnreg), which multiply and finish.
+// Tiles.   Persistent: block b computes tiles b, b + gridDim, ...; they are numbered so that those that run at the same
+//          time share rows of x and columns of w in L2 (rasterize.cuh). The producer runs ahead into the next tile.
+// Sharing. Cooperative: both consumers work on one tile, half of its rows each. The tensor core idles while both finish
+//          it. kPingPong: they take the tiles in turn, each a whole one, and one's finish runs beside the other's
+//          products; turns (attention/hopper/turns.cuh) keep one tile's products together.
+// Loop.    One stage's products stay in flight while the next are issued; a stage is released when its own have ended.
+// Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
+// Sums.    Over K in one order, whatever the tile.
+//
+// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong,
+//   kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kTmaStore, kVectorY, kVectorBias,
+//   kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
+// Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN along K; y_map 64 x 16, unused without
+//   kTmaStore.
+// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
+#include "attention/hopper/pipeline.cuh"
+#include "attention/hopper/turns.cuh"
+#include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "gemm/activation.cuh"
+#include "gemm/hopper/epilogue.cuh"
+#include "gemm/hopper/tiles.cuh"
+#include "gemm/rasterize.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+using namespace cki;
+
+constexpr int kConsumers = 2;
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kGroupRows = kPingPong ? kBlockM : kBlockM / kConsumers;  // of a consumer
+constexpr int kRowTiles = kGroupRows / 64;
+constexpr int kTilesPerRound = kPingPong ? kConsumers : 1;
+static_assert(kRowTiles >= 1 && kRowTiles * 64 == kGroupRows, "a consumer has whole wgmma tiles");
+static_assert(kRowTiles * kBlockN <= 256, "at most 128 accumulators a thread");
+static_assert(kStages >= 2, "a stage is released only when the products of the next have been issued");
+
+// The epilogue; the names are the prelude's.
+struct Rules {
+  static constexpr gemm::Activation kActivation = static_cast<gemm::Activation>(::kActivation);
+  static constexpr bool kHasBias = ::kHasBias, kHasResidual = ::kHasResidual, kTmaStore = ::kTmaStore;
+  static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = ::kVectorResidual;
+};
+
+using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
+using Ring = attention::Ring<kStages>;
+
+// Moves the cursor over stages that the other consumer reads.
+__device__ __forceinline__ void skip_stages(Ring& ring, int count) {
+  const int position = ring.stage + count;
+  ring.phase ^= static_cast<u32>(position / kStages) & 1;
+  ring.stage = position % kStages;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+                  const __grid_constant__ TensorMap y_map, const Bias* bias, const Element* residual, Element* y,
+                  int rows, int columns, int depth, i64 bias_stride, i64 residual_stride, i64 residual_column_stride,
+                  i64 y_stride, i64 y_column_stride) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  const int tiles_m = (rows + kBlockM - 1) / kBlockM, tiles_n = (columns + kBlockN - 1) / kBlockN;
+  const int tiles = tiles_m * tiles_n, k_tiles = (depth + gemm::kStageDepth - 1) / gemm::kStageDepth;
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+
+  Ring ring(smem + Layout::kRing);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&x_map);
+    ptx::prefetch_tensormap(&w_map);
+    if constexpr (kTmaStore) ptx::prefetch_tensormap(&y_map);
+    ring.initialise(kPingPong ? 4 : 4 * kConsumers);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x >= 32 || !ptx::elect_one()) return;
+    for (int number = block; number < tiles; number += blocks) {
+      const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+      for (int k = 0; k < k_tiles; ++k) {
+        ring.wait_empty();
+        gemm::load_stage<Layout, kWeightAlongN>(smem + ring.stage * Layout::kStageBytes, &x_map, &w_map,
+                                                ring.full + ring.stage, tile.m * kBlockM, tile.n * kBlockN,
+                                                k * gemm::kStageDepth);
+        ring.advance();
+      }
+    }
+    return;
+  }
+
+  ptx::setmaxnreg_inc<kConsumerRegisters>();
+  const int consumer = warpgroup - 1;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int group_row = kPingPong ? 0 : consumer * kGroupRows;  // in a tile
+  const attention::Turns<kConsumers, kPingPong> turns(consumer);
+  const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + group_row * gemm::kSpan);
+  const u64 w_at = kWeightAlongN ? wgmma_descriptor_mn_major<gemm::kSpan>(smem + Layout::kBytesX,
+                                                                         gemm::kStageDepth * gemm::kSpan)
+                                 : wgmma_descriptor_k_major<gemm::kSpan>(smem + Layout::kBytesX);
+  const gemm::Result<Element, Bias> result = {
+      bias,   kVectorBias == 2 ? 1 : bias_stride,
+      {residual, {residual_stride}, kVectorResidual == 2 ? 1 : residual_column_stride},
+      {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride},
+      &y_map, rows, columns};
+  gemm::OutputBuffers buffers{smem + Layout::kOutput +
+                              (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
+
+  if (kPingPong && consumer == 1) skip_stages(ring, k_tiles);
+  for (int first = block; first < tiles; first += kTilesPerRound * blocks) {
+    const int number = kPingPong ? first + consumer * blocks : first;
+    turns.take();
+    if (number >= tiles) {  // the last round is half empty; each consumer takes a turn in every round
+      turns.pass();
+      break;
+    }
+    const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+    float sum[kRowTiles][kBlockN / 2];
+    Ring done = ring;  // one stage behind
+    for (int k = 0; k < k_tiles; ++k) {
+      ring.wait_full();
+      ptx::wgmma_fence();
+      const u32 stage = static_cast<u32>(ring.stage * Layout::kStageBytes);
+      gemm::multiply_stage<Element, kBlockN, kWeightAlongN>(sum, wgmma_descriptor_advance(x_at, stage),
+                                                           wgmma_descriptor_advance(w_at, stage), k > 0);
+      ptx::wgmma_commit_group();
+      ring.advance();
+      ptx::wgmma_wait_group<1>();
+      if (k > 0) done.release();
+    }
+    turns.pass();
+    ptx::wgmma_wait_group<0>();
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) ptx::wgmma_fence_registers(sum[i]);
+    done.release();
+    if constexpr (kPingPong) skip_stages(ring, k_tiles);
+
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      gemm::write_rows<Rules>(sum[i], result, buffers, tile.m * kBlockM + group_row + i * 64 + warp * 16,
+                              tile.n * kBlockN);
+    }
+  }
+  if constexpr (kTmaStore) buffers.drain();
+  turns.finish();
+}

@@ -1,0 +1,71 @@
+// Where the tiles of x and of the weight lie in shared memory, how TMA brings them and how wgmma multiplies them.
+//
+// A stage holds 64 elements of K of both operands. x is K-major, rows of 128 bytes. The weight lies as it is stored:
+// rows of 128 bytes along K ([N, K]), or slabs of 64 columns with one row of 128 bytes for each k ([K, N], MN-major).
+// All are swizzled by 128 bytes. TMA fills what lies outside the matrices with zeros, so products need no bounds.
+#pragma once
+
+#include "attention/hopper/pipeline.cuh"
+#include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma/all.cuh"
+
+namespace cki::gemm {
+
+constexpr int kStageDepth = 64;                // elements of K in a stage
+constexpr int kSpan = 128;                     // bytes of a row: the swizzle
+constexpr int kSlabColumns = kSpan / 2;        // 16-bit elements of such a row
+constexpr int kStepDepth = 16;                 // elements of K in one wgmma
+constexpr int kWarpSlabBytes = 16 * kSpan;     // a warp's 16 rows x 64 columns of y on their way out
+constexpr int kOutputBuffers = 2;              // of each warp
+
+template <int kBlockM, int kBlockN, int kStageCount, int kConsumerWarps>
+struct HopperLayout {
+  static constexpr int kBytesX = kBlockM * kSpan;
+  static constexpr int kBytesW = kBlockN * kSpan;
+  static constexpr int kStageBytes = kBytesX + kBytesW;
+  static constexpr int kOutput = kStageCount * kStageBytes;
+  static constexpr int kRing = kOutput + kConsumerWarps * kOutputBuffers * kWarpSlabBytes;
+  static constexpr int kBytes = kRing + attention::Ring<kStageCount>::kBytes;
+  static_assert(kBlockM % 64 == 0 && kBlockM <= 256, "whole wgmma tiles, and one TMA box for x");
+  static_assert(kBlockN % kSlabColumns == 0 && kBlockN <= 256, "whole slabs, and one wgmma across");
+};
+
+// One thread: starts the copies of a stage, which complete on `full`. row, column, k: where the tile begins.
+template <class Layout, bool kWeightAlongN>
+__device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap* x_map, const TensorMap* w_map,
+                                           u64* full, int row, int column, int k) {
+  ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
+  ptx::tma_load_2d(stage, x_map, full, k, row);
+  unsigned char* weight = stage + Layout::kBytesX;
+  if constexpr (kWeightAlongN) {
+    constexpr int kSlabBytes = kStageDepth * kSpan;
+#pragma unroll
+    for (int slab = 0; slab < Layout::kBytesW / kSlabBytes; ++slab) {
+      ptx::tma_load_2d(weight + slab * kSlabBytes, w_map, full, column + slab * kSlabColumns, k);
+    }
+  } else {
+    ptx::tma_load_2d(weight, w_map, full, k, column);
+  }
+}
+
+// Starts sum[i] (+)= rows [64 i, +64) of x times the weight, over one stage. `accumulate`: false overwrites sum.
+template <class Element, int kBlockN, bool kWeightAlongN, int kRowTiles>
+__device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kBlockN / 2], u64 x, u64 w, bool accumulate) {
+  constexpr Major kMajorW = kWeightAlongN ? Major::mn : Major::k;
+  constexpr int kStepW = kWeightAlongN ? kStepDepth * kSpan : kStepDepth * 2;
+#pragma unroll
+  for (int step = 0; step < kStageDepth / kStepDepth; ++step) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      ptx::wgmma<kBlockN, Element, Major::k, kMajorW>(
+          sum[i], wgmma_descriptor_advance(x, i * 64 * kSpan + step * kStepDepth * 2),
+          wgmma_descriptor_advance(w, step * kStepW), accumulate || step > 0);
+    }
+  }
+}
+
+}  // namespace cki::gemm

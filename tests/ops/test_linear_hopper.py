@@ -1,0 +1,198 @@
+"""The Hopper GEMM, asked for by its tile, against the float64 reference."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cki.sim
+from cki import reference
+from cki.errors import UnsupportedError
+from cki.heuristics.linear_hopper import CANDIDATES, HopperTile
+from cki.ops.call import call
+from cki.ops.linear import LINEAR, plan_linear
+from cki.plan import Plan
+from tests.compare import assert_close
+from tests.ops.linear_cases import BF16, DTYPES, F16, F32, normal, plain
+
+#: The smallest tiles, with the shallowest ring: taken in turn, and shared.
+TURNS, SHARED = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2)
+SMALL = pytest.mark.parametrize("tile", [TURNS, SHARED], ids=str)
+LAYOUTS = ("in_out", "out_in")
+_specs: dict[HopperTile, Any] = {}
+
+
+def spec_of(tile: HopperTile) -> Any:
+    """cki.linear's operation with the Hopper kernel and this tile; one object each, because it is a cache key.
+
+    The device counts as one of two SMs, so that a block has many tiles.
+    """
+
+    def plan(problem: Any, outputs: Any, device: Any) -> Plan:
+        return Plan(plan_linear(
+            problem["x"], problem["w"], problem.get("bias"), problem.get("residual"), outputs["out"],
+            dataclasses.replace(device, sm_count=2), activation=problem.attribute("activation"),
+            weight_layout=problem.attribute("weight_layout"), tile=tile,
+        ))  # fmt: skip
+
+    return _specs.setdefault(tile, dataclasses.replace(LINEAR, plan=plan))
+
+
+def hopper(
+    tile: HopperTile, x: Any, w: Any, bias: Any = None, *, residual: Any = None, activation: Any = None,
+    weight_layout: str = "in_out", out: Any = None,
+) -> Any:  # fmt: skip
+    return call(spec_of(tile), (x, w, bias, residual), (activation, weight_layout), (out,))
+
+
+def weight(depth: int, columns: int, dtype: Any, layout: str) -> np.ndarray:
+    """Normal numbers of variance 1 / depth."""
+    return normal((depth, columns) if layout == "in_out" else (columns, depth), dtype, 2, scale=depth**-0.5)
+
+
+def check(device: Any, tile: HopperTile, x: Any, w: Any, bias: Any = None, **options: Any) -> np.ndarray:
+    """Runs the kernel on row-major copies and compares; returns the result."""
+    on_device = {k: device.array(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    vector = None if bias is None else device.array(bias)
+    got = device.numpy(hopper(tile, device.array(x), device.array(w), vector, **on_device))
+    truth, same = reference.linear(x, w, bias, **options), plain(x, w, bias, **options)
+    assert_close(got, truth, same, f"{tile}, {x.shape} by {w.shape}")
+    return got
+
+
+# Extents around the tiles'; K of less than a stage, of exactly three, and of a part more; several rounds of tiles.
+@pytest.mark.parametrize("layout", LAYOUTS)
+@SMALL
+def test_extents(device, tile, layout):
+    for dtype, rows, columns, depth in (
+        (F16, 1, 8, 8), (BF16, 63, 72, 64), (F16, 65, 64, 72), (BF16, 129, 200, 192), (F16, 300, 136, 200),
+    ):  # fmt: skip
+        x, w = normal((rows, depth), dtype, 1), weight(depth, columns, dtype, layout)
+        check(device, tile, x, w, weight_layout=layout)
+
+
+@SMALL
+def test_columns_that_tma_cannot_store(device, tile):
+    """Rows of y that are no whole units of 16 bytes are stored by the lanes: in pairs, or one by one."""
+    for columns in (1, 7, 66, 130):
+        bias, residual = normal((columns,), F16, 3), normal((70, columns), F16, 4)
+        x, w = normal((70, 72), F16, 1), weight(72, columns, F16, "out_in")
+        check(device, tile, x, w, bias, residual=residual, weight_layout="out_in")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_epilogues(device, dtype, activation):
+    x, w = normal((70, 72), DTYPES[dtype], 1, scale=2.0), weight(72, 72, DTYPES[dtype], "in_out")
+    residual = normal((70, 72), DTYPES[dtype], 4)
+    check(device, TURNS, x, w, normal((72,), F32, 3), activation=activation, residual=residual)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@SMALL
+def test_rings_and_turns_under_every_check(device, tile, layout):
+    """Rings walked through more than twice a tile, several tiles a block, with turns an odd number."""
+    rows, columns, depth = (140, 72, 328) if tile.ping_pong else (130, 72, 328)
+    assert depth > 64 * 2 * tile.stages
+    x, w = normal((rows, depth), F16, 1), weight(depth, columns, F16, layout)
+    bias, residual = normal((columns,), F16, 3), normal((rows, columns), F16, 4)
+    tensors = [device.array(t) for t in (x, w, bias)]
+    options: dict[str, Any] = {"activation": "relu", "weight_layout": layout}
+    results = []
+    for seed in range(20 if device.kind == "sim" else 2):
+        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
+        with checks if device.kind == "sim" else contextlib.nullcontext():
+            results.append(device.numpy(hopper(tile, *tensors, residual=device.array(residual), **options)))
+    assert all(np.array_equal(result, results[0]) for result in results)
+    options["residual"] = residual
+    assert_close(results[0], reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
+
+
+@pytest.mark.parametrize("tile", CANDIDATES, ids=str)
+def test_real_tiles(device, tile):
+    """Every candidate, in both weight orders in turn, with more tiles than blocks."""
+    layout = LAYOUTS[CANDIDATES.index(tile) % 2]
+    rows, columns, depth = 2 * tile.block_m + 8, tile.block_n + 8, 64 * (tile.stages + 1) + 8
+    x, w, bias = (
+        normal((rows, depth), BF16, 1),
+        weight(depth, columns, BF16, layout),
+        normal((columns,), BF16, 3),
+    )
+    check(device, tile, x, w, bias, residual=normal((rows, columns), BF16, 4), weight_layout=layout)
+
+
+@SMALL
+def test_same_bits_whatever_the_tile(device, tile):
+    x, w = normal((150, 136), F16, 1), weight(136, 80, F16, "in_out")
+    assert np.array_equal(check(device, tile, x, w), check(device, HopperTile(64, 128, 3, True), x, w))
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+@SMALL
+def test_views(device, tile):
+    """Slices of wider tensors, transposed weights, merged leading axes; what lies beside the result stays as it was."""
+    wide_x, wide_w = normal((3, 40, 96), F16, 1), normal((96, 160), F16, 2)
+    wide_y = normal((3, 40, 120), F16, 4)
+    for transposed in (False, True):
+        options = {"weight_layout": "out_in" if transposed else "in_out"}
+        x, w = wide_x[..., 8:80], wide_w[:72, 16:88]
+        given_w, y = device.array(wide_w)[:72, 16:88], device.array(wide_y)
+        if transposed:
+            w, given_w = w.T, given_w.T
+        hopper(tile, device.array(wide_x)[..., 8:80], given_w, out=y[..., 24:96], **options)
+        got = device.numpy(y)
+        assert_close(got[..., 24:96], reference.linear(x, w, **options), plain(x, w, **options))
+        assert np.array_equal(got[..., :24], wide_y[..., :24])
+        assert np.array_equal(got[..., 96:], wide_y[..., 96:])
+
+
+def test_a_narrow_result_beside_others(device):
+    """9 columns inside wider rows: TMA would write 16."""
+    wide = normal((70, 32), F16, 4)
+    x, w, y = normal((70, 72), F16, 1), weight(72, 9, F16, "out_in"), device.array(wide)
+    hopper(TURNS, device.array(x), device.array(w), weight_layout="out_in", out=y[:, 8:17])
+    got = device.numpy(y)
+    options = {"weight_layout": "out_in"}
+    assert_close(got[:, 8:17], reference.linear(x, w, **options), plain(x, w, **options))
+    assert np.array_equal(got[:, 17:], wide[:, 17:])
+
+
+@SMALL
+def test_residual_in_place_and_strided_bias(device, tile):
+    x, w, residual = normal((150, 72), F16, 1), weight(72, 80, F16, "in_out"), normal((150, 80), F16, 4)
+    bias = normal((160,), F16, 3)
+    y = device.array(residual)
+    hopper(
+        tile, device.array(x), device.array(w), device.array(bias)[::2], residual=y, activation="gelu", out=y
+    )
+    options = {"residual": residual, "activation": "gelu"}
+    assert_close(
+        device.numpy(y), reference.linear(x, w, bias[::2], **options), plain(x, w, bias[::2], **options)
+    )
+
+
+def test_infinities_and_nans_stay_in_their_rows(device):
+    x, w = normal((70, 72), F16, 1), np.abs(weight(72, 64, F16, "in_out"))
+    x[3, 5], x[66, 71] = np.inf, np.nan
+    y = device.numpy(hopper(TURNS, device.array(x), device.array(w)))
+    assert np.all(y[3] == np.inf)
+    assert np.all(np.isnan(y[66]))
+    assert np.all(np.isfinite(np.delete(y, (3, 66), 0)))
+
+
+def test_empty_results(device):
+    assert hopper(TURNS, device.array(normal((0, 8), F16)), device.array(normal((8, 8), F16))).shape == (0, 8)
+
+
+def test_refusals_name_every_obstacle(device):
+    x, w = device.array(normal((4, 9), F16)), device.array(normal((9, 8), F16))
+    with pytest.raises(UnsupportedError, match="x's rows do not begin at multiples of 16 bytes"):
+        hopper(TURNS, x, w)
+    with pytest.raises(UnsupportedError, match="(?s)x is f32.*w's rows do not begin"):
+        hopper(TURNS, device.array(normal((4, 8), F32)), device.array(normal((8, 9), F32)))
