@@ -51,6 +51,7 @@ struct Features {
   static constexpr bool kBias = ::kBias;
   static constexpr bool kMask = ::kMask;
   static constexpr bool kScaleFirst = ::kScaleFirst;
+  static constexpr bool kLimitLeft = ::kLimitLeft;
   static constexpr int kBiasKeyStride = ::kBiasKeyStride, kMaskKeyStride = ::kMaskKeyStride;
   static constexpr bool kBiasPair = ::kBiasPair, kMaskPair = ::kMaskPair;
 };

@@ -82,7 +82,8 @@ __device__ __forceinline__ void finish_logits(float (&scores)[kCount], int r, in
       }
       if constexpr (Features::kAlibi) logit -= row.slope * fabsf(static_cast<float>(distance - key));
       bool visible = true;
-      if constexpr (kBandTest) visible = key >= begin && key < end;
+      if constexpr (kBandTest) visible = key < end;
+      if constexpr (kBandTest && Features::kLimitLeft) visible = visible && key >= begin;
       if constexpr (Features::kBias) {
         const float added = to_float(biases[e]);
         visible = visible && added != negative_infinity();
