@@ -52,7 +52,7 @@ def paged_attention(
     one another (one stream).  With them the blocks merge their parts themselves and the second launch is saved.
 
     Lengths and tables are read on the device: nothing waits for the host, and a captured graph serves other lengths.
-    A length outside the table's reach is cut off, an entry outside the cache hides its keys; CKI_VALIDATE=1 raises
+    A length outside the table's reach is cut off, an entry outside the cache stands for zeros; CKI_VALIDATE=1 raises
     instead.  Results repeat bit for bit for the same lengths and batch; how the work is cut, and so the last bits,
     depends on all lengths of the batch.
 

@@ -93,15 +93,15 @@ def quantize_e4m3(x: Any, scale: Any = None) -> tuple[np.ndarray, np.ndarray]:
     return codes, scale
 
 
-def gathered(cache: np.ndarray, table_row: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [length, kv_heads, dim], which of them lie in the cache) of one sequence; rows outside are 0."""
+def gathered(cache: np.ndarray, table_row: Any, length: int) -> np.ndarray:
+    """Rows [length, kv_heads, dim] of one sequence; 0 where the table names a block outside the cache."""
     blocks, block_size = cache.shape[:2]
     places = [divmod(token, block_size) for token in range(length)]
     ids = np.array([int(table_row[column]) for column, _ in places], np.int64).reshape(length)
     inside = (ids >= 0) & (ids < blocks)
     offsets = np.array([offset for _, offset in places], np.int64).reshape(length)
     rows = cache[np.where(inside, ids, 0), offsets]
-    return np.where(inside[:, None, None], rows, 0.0), inside
+    return np.where(inside[:, None, None], rows, 0.0)
 
 
 def paged_attention(
@@ -112,8 +112,8 @@ def paged_attention(
     """Causal, bottom-right aligned attention of q [batch, queries, heads, dim] over each sequence's keys in the cache.
 
     cache: (k_cache, v_cache) or with (k_scale, v_scale).  Sequence b has seq_lens[b] keys (cut off at what the table
-    reaches), key j in block block_table[b, j // block_size]; keys of blocks outside the cache, and before the window,
-    are hidden.  See `cki.paged_attention`; logits as in `attention`.  deterministic changes nothing here.
+    reaches), key j in block block_table[b, j // block_size]; a block outside the cache stands for zeros.
+    See `cki.paged_attention`; logits as in `attention`.  deterministic changes nothing here.
     """
     q = np.asarray(q)
     keys, values = dequantized(*cache)
@@ -122,12 +122,11 @@ def paged_attention(
     reach = np.shape(block_table)[1] * keys.shape[1]
     for b in range(batch):
         length = max(0, min(int(seq_lens[b]), reach))
-        k, inside = gathered(keys, block_table[b], length)
-        v, _ = gathered(values, block_table[b], length)
+        k, v = (gathered(t, block_table[b], length) for t in (keys, values))
         out[b], lse[b] = (
             part[0] for part in attention(
                 q[b : b + 1], k[None], v[None], causal=True, scale=scale, window=(window[0], -1), softcap=softcap,
-                mask=inside[None, None, None], sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True,
+                sinks=sinks, alibi_slopes=alibi_slopes, return_lse=True,
             )
         )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -2,27 +2,31 @@
 //
 //   out[b, i, h] = sum_j w_ij v_j,   w = softmax_j(logit(q[b, i, h] . k_j)) over the keys that query i sees
 //
-// q, out [batch, queries, heads, dim], lse [batch, heads, queries] fp32 natural, may be null; queries <= 16, the last of them at
-// the last key. Query head h reads KV head h / group. Keys and values, by strides, their last axis dense:
+// q, out [batch, queries, heads, dim], lse [batch, heads, queries] fp32 natural, may be null; queries <= 16, the last
+// of them at the last key. Query head h reads KV head h / group. Keys and values, by strides, their last axis dense:
 //   kPaging 0  blocks [blocks, block_size, kv_heads, dim], block_table [batch, columns], seq_lens [batch]
 //   kPaging 1  dense [batch, capacity, kv_heads, dim], seq_lens [batch]
 //   kPaging 2  ragged [tokens, kv_heads, dim], cu_seqlens_k [batch + 1]
-// of f16, bf16, f32, or e4m3 with fp32 scales by which codes are multiplied: of tokens [blocks, block_size, kv_heads], or of heads.
+// of f16, bf16, f32, or e4m3 with fp32 scales by which codes are multiplied: of tokens [blocks, block_size, kv_heads],
+// or of heads.
 // Bytes moved: keys and values once, when all rows of a KV head (queries * group) fit in one block of kRows rows.
 //
-// Units, tiles and their division among blocks: decode_schedule.cuh. Within a block each warp takes every kWarps-th tile of 16
-// keys, has a ring of kStages tiles of its own (cp.async) and never waits for the other warps while it reads. The ring runs on
-// across units: while a unit is being finished, the tiles of the next are under way, so memory never idles.
+// Units, tiles and their division among blocks: decode_schedule.cuh. Within a block each warp takes every kWarps-th
+// tile of 16 keys, has a ring of kStages tiles of its own (cp.async) and never waits for the other warps while it
+// reads. The ring runs on across units: while a unit is being finished, the tiles of the next are under way, so memory
+// never idles.
 //
-// Products: decode_tile.cuh. The softmax's reference of a row moves only when a score exceeds it by more than 8 powers of two:
-// until then weights up to 256 are as precise as weights up to 1, and nothing accumulated so far must be touched.
+// Products: decode_tile.cuh. The softmax's reference of a row moves only when a score exceeds it by more than 8 powers
+// of two: until then weights up to 256 are as precise as weights up to 1, and nothing accumulated so far must be
+// touched.
 //
-// At the end of a unit the states of the warps are combined (decode_combine.cuh). A block that had all of the unit writes the
-// result. Else it writes its part (fp32), and the parts are merged by the block that arrives last (kMergeHere; counters are zero
-// before and after every launch) or by a launch of decode_merge.cu.
+// At the end of a unit the states of the warps are combined (decode_combine.cuh). A block that had all of the unit
+// writes the result. Else it writes its part (fp32), and the parts are merged by the block that arrives last
+// (kMergeHere; counters are zero before and after every launch) or by a launch of decode_merge.cu.
 //
 // What is not a key of the sequence is not read: slots past its end, table entries past its end or before its window.
-// Table entries outside the cache count as hidden. Keys that some but not all rows see are hidden by replacing scores.
+// A table entry outside the cache stands for keys and values of zero. Keys that some but not all rows see are hidden by
+// replacing scores.
 #include "attention/decode_combine.cuh"
 #include "attention/decode_copy.cuh"
 #include "attention/decode_rows.cuh"
@@ -55,17 +59,19 @@ using Source = KeySource<Stage, TableIndex, kPaging, kWholeTiles, kCopyBytes, kH
 constexpr int kRingBytes = kWarps * kStages * Stage::kBytes;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    paged_attention(const Element* __restrict__ q, const CacheElement* __restrict__ k, const CacheElement* __restrict__ v,
-                    Element* out, float* lse, const TableIndex* __restrict__ block_table,
-                    const LengthIndex* __restrict__ lengths, const float* __restrict__ k_scale,
-                    const float* __restrict__ v_scale, const float* __restrict__ sinks,
+    paged_attention(const Element* __restrict__ q, const CacheElement* __restrict__ k,
+                    const CacheElement* __restrict__ v, Element* out, float* lse,
+                    const TableIndex* __restrict__ block_table, const LengthIndex* __restrict__ lengths,
+                    const float* __restrict__ k_scale, const float* __restrict__ v_scale,
+                    const float* __restrict__ sinks,
                     const float* __restrict__ alibi_slopes, float* partials, u32* counters,  //
                     i64 q_batch, i64 q_query, i64 q_head, i64 q_dim,                         //
                     i64 out_batch, i64 out_query, i64 out_head, i64 out_dim,                 //
                     i64 k_block, i64 k_token, i64 k_head, i64 v_block, i64 v_token, i64 v_head,
                     i64 table_batch, i64 table_column, i64 lengths_stride, i64 sinks_stride, i64 slopes_stride,
                     i64 num_blocks, int block_size, int capacity, int batch, int queries, int kv_heads, int group,
-                    int left, int least_positions, float scale, float exponent_scale, float softcap, float softcap_rate) {
+                    int left, int least_positions, float scale, float exponent_scale, float softcap,
+                    float softcap_rate) {
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ float totals[kRows][2];
   __shared__ int arrived_last;
@@ -112,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                        [&] { return key_lengths.offset(schedule.base + at.sequence); });
   };
 
-  // The warp's own walk over tiles to fetch, kStages ahead of the products; `next` is found one tile before it is fetched,
-  // because a table entry takes as long to arrive as a tile.
+  // The warp's own walk over tiles to fetch, kStages ahead of the products; `next` is found one tile before it is
+  // fetched, because a table entry takes as long to arrive as a tile.
   Cursor fetch = walk;
   fetch.advance(schedule, warp);
   TilePlace next;
@@ -171,7 +177,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     own = position - length;
 
     // The unit's end: states of the warps, then the whole of what this block had.
-    state.template store<State>(states + warp * State::kFloats, rows, exponent_scale, kHeadScales ? v_scale[kv_head] : 1.0f);
+    const float value_factor = kHeadScales ? v_scale[kv_head] : 1.0f;
+    state.template store<State>(states + warp * State::kFloats, rows, exponent_scale, value_factor);
     __syncthreads();
     const bool whole = !kSplit || length == tiles;
     const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.unit) : 0;

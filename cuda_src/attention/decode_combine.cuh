@@ -1,8 +1,9 @@
 // Softmax over a set of keys from the states of its parts: of the warps of a block, or of the blocks that share a unit.
 //
-// A state is, for each row: the reference m and the sum of weights relative to it, both of base 2 (sum = sum_j 2^(x_j - m)),
-// and the sum of weighted values relative to it. The whole has M = max m_i, sum = sum_i 2^(m_i - M) sum_i, likewise values.
-// A state that saw no key has m = -inf and weight 0. Parts are added in their order, so results repeat bit for bit.
+// A state is, for each row: the reference m and the sum of weights relative to it, both of base 2 (sum = sum_j 2^(x_j
+// - m)), and the sum of weighted values relative to it. The whole has M = max m_i, sum = sum_i 2^(m_i - M) sum_i,
+// likewise values. A state that saw no key has m = -inf and weight 0. Parts are added in their order, so results
+// repeat bit for bit.
 #pragma once
 
 #include "common/online_softmax.cuh"
@@ -12,8 +13,8 @@
 
 namespace cki::attention {
 
-// A state in memory: rows of values, each followed by its reference and sum and two unused floats, which spread the rows over
-// the banks of shared memory.
+// A state in memory: rows of values, each followed by its reference and sum and two unused floats, which spread the
+// rows over the banks of shared memory.
 template <int kRowCount, int kColumnCount>
 struct StateLayout {
   static constexpr int kRows = kRowCount;
@@ -77,8 +78,9 @@ __device__ __forceinline__ void combine(int parts, int rows, float* weights, flo
   }
 }
 
-// The last step of a row: a sink (one more logit without a value; -inf for none) joins, then factor turns the sum of values
-// into their mean and lse is the natural logarithm of all weights. Without any key: factor 0, lse -inf or the sink.
+// The last step of a row: a sink (one more logit without a value; -inf for none) joins, then factor turns the sum of
+// values into their mean and lse is the natural logarithm of all weights. Without any key: factor 0, lse -inf or the
+// sink.
 struct RowEnd {
   float factor;
   float lse;

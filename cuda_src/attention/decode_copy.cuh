@@ -1,8 +1,8 @@
 // Where a tile of 16 keys lies in a cache, and its copy into a warp's ring.
 //
-// A tile's keys lie in as many blocks as the block size makes; each lane finds the place of one key, and when the tile is
-// copied the lanes ask each other. With kWholeTiles (a multiple of 16 keys a block, or no blocks at all) all keys of a tile
-// follow one another, and every lane knows the one place.
+// A tile's keys lie in as many blocks as the block size makes; each lane finds the place of one key, and when the tile
+// is copied the lanes ask each other. With kWholeTiles (a multiple of 16 keys a block, or no blocks at all) all keys
+// of a tile follow one another, and every lane knows the one place.
 //
 // What is not a key of the sequence is filled with zeros: 0 times NaN is NaN, so a weight of zero would not hide it.
 #pragma once
@@ -25,8 +25,8 @@ struct StageLayout {
   static constexpr int kBytes = kScale + (kTokenScales ? 2 * kTileKeys * 4 : 0);
 };
 
-// Of lane l % 16's key (kWholeTiles: of the tile's first): its block (dense: the sequence; ragged: the sequence's first token)
-// and its place there. block < 0: no such key.
+// Of lane l % 16's key (kWholeTiles: of the tile's first): its block (dense: the sequence; ragged: the sequence's
+// first token) and its place there. block < 0: no such key.
 struct TilePlace {
   i64 block;
   int place;
@@ -48,9 +48,11 @@ struct KeySource {
   int block_size;
   int kv_heads;
 
-  // Tile of keys [first, +16) of a sequence, of which those in [begin, end) count. offset(): a ragged sequence's first token.
+  // Tile of keys [first, +16) of a sequence, of which those in [begin, end) count. offset(): a ragged sequence's first
+  // token.
   template <class Offset>
-  __device__ __forceinline__ TilePlace find(int sequence, int kv_head, int first, int begin, int end, Offset offset) const {
+  __device__ __forceinline__ TilePlace find(int sequence, int kv_head, int first, int begin, int end,
+                                            Offset offset) const {
     TilePlace found;
     found.kv_head = kv_head;
     found.first_valid = max(begin - first, 0);
@@ -89,8 +91,8 @@ struct KeySource {
 
  private:
   template <class T, int kDim>
-  __device__ __forceinline__ void copy_rows(unsigned char* tile, const Element* head, i64 block_stride, i64 token_stride,
-                                            const TilePlace& at) const {
+  __device__ __forceinline__ void copy_rows(unsigned char* tile, const Element* head, i64 block_stride,
+                                            i64 token_stride, const TilePlace& at) const {
     constexpr int kPieces = T::kRowBytes / kCopyBytes;  // of a row
     constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
     constexpr int kTrips = kTileKeys * kPieces / 32;

@@ -1,7 +1,8 @@
 // The second launch of decode.cu where its blocks do not merge themselves: units that several blocks shared.
 //
-// One block a unit finds out from the lengths, exactly as the first launch did, which blocks shared it and where their parts lie
-// (decode_schedule.cuh), combines them in order and writes the result. A unit that one block had is written already.
+// One block a unit finds out from the lengths, exactly as the first launch did, which blocks shared it and where their
+// parts lie (decode_schedule.cuh), combines them in order and writes the result. A unit that one block had is written
+// already.
 // Bytes moved: the parts, fp32, once: at most two parts of kRows rows a block of the first launch; they come from L2.
 #include "attention/decode_combine.cuh"
 #include "attention/decode_schedule.cuh"

@@ -1,7 +1,7 @@
 // The rows of a unit in one warp: queries, softmax state and output, all in registers, and what one tile of keys adds.
 //
-// A row is a query and one of the heads that share its KV head. A lane holds rows 8 n + 2 t and 8 n + 2 t + 1 (t = lane % 4) of
-// each row tile n; the eight lanes of equal t hold different keys of them, and share one reference.
+// A row is a query and one of the heads that share its KV head. A lane holds rows 8 n + 2 t and 8 n + 2 t + 1 (t =
+// lane % 4) of each row tile n; the eight lanes of equal t hold different keys of them, and share one reference.
 #pragma once
 
 #include "attention/decode_combine.cuh"
@@ -164,8 +164,8 @@ struct DecodeRows {
     }
   }
 
-  // A power of two that brings the row's largest element to [128, 256): bf16 reaches further than f16. What undoes it goes into
-  // the lanes that hold the row's scores.
+  // A power of two that brings the row's largest element to [128, 256): bf16 reaches further than f16. What undoes it
+  // goes into the lanes that hold the row's scores.
   template <class ElementOf>
   __device__ __forceinline__ float fit_into_f16(int n, ElementOf element, float factor) {
     float largest = 0.0f;

@@ -1,10 +1,11 @@
 // Who computes what in decoding: the tiles of all sequences and heads as one line, cut evenly among the blocks.
 //
-// A unit is one KV head of one sequence (and one block of query rows, where rows are many). Its work is the tiles of 16 keys
-// that its queries see, at least one so that empty sequences are written too. Units follow one another, sequence after
-// sequence; block i takes the positions [i * chunk, (i + 1) * chunk) of that line (stream-K: Osama et al., arXiv
-// 2301.03598). So the work of all blocks is equal to one tile whatever the lengths are, only the first and the last unit of a
-// block can be shared with other blocks, and everything follows from lengths in device memory: a captured graph adapts.
+// A unit is one KV head of one sequence (and one block of query rows, where rows are many). Its work is the tiles of
+// 16 keys that its queries see, at least one so that empty sequences are written too. Units follow one another,
+// sequence after sequence; block i takes the positions [i * chunk, (i + 1) * chunk) of that line (stream-K: Osama et
+// al., arXiv 2301.03598). So the work of all blocks is equal to one tile whatever the lengths are, only the first and
+// the last unit of a block can be shared with other blocks, and everything follows from lengths in device memory: a
+// captured graph adapts.
 //
 // Unsplit (kSplit false: more units than any split could use), a block takes one unit.
 #pragma once
@@ -49,8 +50,8 @@ struct KeyLengths {
   }
 };
 
-// The line. `keys` and `before` (tiles of the sequences before, of one unit each) are shared memory; sequence `base` comes
-// first in them.
+// The line. `keys` and `before` (tiles of the sequences before, of one unit each) are shared memory; sequence `base`
+// comes first in them.
 struct Schedule {
   int* keys;
   int* before;
@@ -113,8 +114,8 @@ struct Schedule {
     return before[sequence] * units + unit * tiles(sequence);
   }
 
-  // The blocks that share a unit, and where block first_block + i of them keeps its part: a block has two places, one for
-  // the unit it begins with and one for the unit it ends with.
+  // The blocks that share a unit, and where block first_block + i of them keeps its part: a block has two places, one
+  // for the unit it begins with and one for the unit it ends with.
   __device__ __forceinline__ int first_block(int unit_begin) const { return unit_begin / chunk; }
   __device__ __forceinline__ int sharing_blocks(int unit_begin, int tiles) const {
     return (unit_begin + tiles - 1) / chunk - first_block(unit_begin) + 1;

@@ -1,19 +1,20 @@
 // One tile of 16 keys in the hands of one warp: the two products of decoding, with operands exchanged.
 //
-// Decoding has few query rows and many keys, so keys are the 16 rows of an mma.sync tile and queries its 8 columns: four query
-// heads of a KV head fill half of the tensor core's tile, where the usual order would fill a quarter.
+// Decoding has few query rows and many keys, so keys are the 16 rows of an mma.sync tile and queries its 8 columns:
+// four query heads of a KV head fill half of the tensor core's tile, where the usual order would fill a quarter.
 //
 //   scores^T [16 keys, 8 rows]    += keys [16, dim] queries^T [dim, 8 rows]
 //   output^T [16 columns, 8 rows] += values^T [16 columns, 16 keys] weights^T [16 keys, 8 rows]
 //
-// A lane (g = lane / 4, t = lane % 4) holds of each result the rows 2t and 2t + 1 for two keys, g and g + 8, or for two columns
-// of the output (value_column). Weights are the accumulators of the first product; movmatrix makes them the right operand
-// of the second.
+// A lane (g = lane / 4, t = lane % 4) holds of each result the rows 2t and 2t + 1 for two keys, g and g + 8, or for
+// two columns of the output (value_column). Weights are the accumulators of the first product; movmatrix makes them
+// the right operand of the second.
 //
-// f16 and bf16 as they are; f32 by 3xTF32 (product.cuh). e4m3 becomes f16, exactly, on the way from shared memory: ldmatrix moves
-// bytes as if they were 16-bit elements, so a lane gets the bytes 4t .. 4t + 3 of a chunk of 16. As the order of a sum is free,
-// these stand for the elements 2t, 2t + 1, 2t + 8, 2t + 9 that the instruction means, and queries are loaded in the same
-// order. Transposed, a lane gets the bytes 2g and 2g + 1 of two keys, which stand for the columns g and g + 8.
+// f16 and bf16 as they are; f32 by 3xTF32 (product.cuh). e4m3 becomes f16, exactly, on the way from shared memory:
+// ldmatrix moves bytes as if they were 16-bit elements, so a lane gets the bytes 4t .. 4t + 3 of a chunk of 16. As the
+// order of a sum is free, these stand for the elements 2t, 2t + 1, 2t + 8, 2t + 9 that the instruction means, and
+// queries are loaded in the same order. Transposed, a lane gets the bytes 2g and 2g + 1 of two keys, which stand for
+// the columns g and g + 8.
 #pragma once
 
 #include "attention/product.cuh"

@@ -1,4 +1,5 @@
-// New keys and values into a paged cache, and queries beside them: norm, rotation, quantisation and scatter in one launch.
+// New keys and values into a paged cache, and queries beside them: norm, rotation, quantisation and scatter in one
+// launch.
 //
 //   q, k:  x = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)   where there is a weight, over the head dimension
 //          (a, b) = (a cos t - b sin t, a sin t + b cos t)            for each rotated pair, t = position * frequency
@@ -7,16 +8,16 @@
 //
 // q [tokens, q_heads, kHeadDim]  k [tokens, kv_heads, kHeadDim]  v [tokens, kv_heads, kValueDim]   any strides
 // q_out as q.  k_cache [blocks, block_size, kv_heads, kHeadDim], v_cache [.., kValueDim]           any strides
-// k_scale, v_scale fp32: [blocks, block_size, kv_heads], row-major, written (kTokenScales: the row's largest magnitude /
-// 448), or [kv_heads], read.  table [positions, kRotaryDim] fp32: cosines, then sines.
+// k_scale, v_scale fp32: [blocks, block_size, kv_heads], row-major, written (kTokenScales: the row's largest magnitude
+// / 448), or [kv_heads], read.  table [positions, kRotaryDim] fp32: cosines, then sines.
 // Bytes moved: each element once in and once out; cosines and sines stay in L2.
 //
-// Pairs are (i, i + kRotaryDim / 2), or with kInterleaved (2i, 2i + 1), of the first kRotaryDim elements. Without a table an
-// angle is computed in fp64 as a fraction of a turn: position * frequency in fp32 is off by 0.008 at 100000.
+// Pairs are (i, i + kRotaryDim / 2), or with kInterleaved (2i, 2i + 1), of the first kRotaryDim elements. Without a
+// table an angle is computed in fp64 as a fraction of a turn: position * frequency in fp32 is off by 0.008 at 100000.
 //
-// Everything between load and store is fp32 and not rounded in between. A block takes some heads of one token, so angles are
-// computed once for all of them. A row of a head belongs to kLanes lanes, eight elements each; partners of a pair meet
-// through shared memory, because neox partners lie in other lanes and at any distance.
+// Everything between load and store is fp32 and not rounded in between. A block takes some heads of one token, so
+// angles are computed once for all of them. A row of a head belongs to kLanes lanes, eight elements each; partners of
+// a pair meet through shared memory, because neox partners lie in other lanes and at any distance.
 //
 // A slot below 0 or past the cache is skipped: nothing is written for it. A position outside the table turns nothing.
 #include "common/convert_element.cuh"
@@ -28,7 +29,9 @@ using namespace cki;
 
 constexpr int kPart = 8;  // elements of a lane
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
-constexpr int kLanes = kWidest <= 8 ? 1 : kWidest <= 16 ? 2 : kWidest <= 32 ? 4 : kWidest <= 64 ? 8 : kWidest <= 128 ? 16 : 32;
+// Lanes of a row: a power of two, so that rows do not straddle warps.
+constexpr int kLanes =
+    kWidest <= 8 ? 1 : kWidest <= 16 ? 2 : kWidest <= 32 ? 4 : kWidest <= 64 ? 8 : kWidest <= 128 ? 16 : 32;
 constexpr int kRows = kThreads / kLanes;  // rows that a block works on at a time
 constexpr int kPairs = kRotaryDim / 2;
 constexpr bool kQuantize = sizeof(CacheElement) == 1;
@@ -70,8 +73,8 @@ __device__ __forceinline__ void store_part(T* p, i64 step, int first, int dim, c
   }
 }
 
-// Where element i of a row lies in the row's place in shared memory: lanes that read or write their e-th elements together
-// then touch neighbouring words.
+// Where element i of a row lies in the row's place in shared memory: lanes that read or write their e-th elements
+// together then touch neighbouring words.
 __device__ __forceinline__ int spread(int i) { return i % kPart * kLanes + i / kPart; }
 
 // Rotates the pairs of a row. `row` is shared memory of this row alone.
@@ -144,7 +147,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     offset = stored ? slot - block * block_size : 0;
   }
 
-  // Rows of the token: its query heads, then its key heads, then its value heads. All lanes of a warp take the same trips.
+  // Rows of the token: its query heads, then its key heads, then its value heads. All lanes of a warp take the same
+  // trips.
   const int first = thread % kLanes * kPart;
   const int rows = (kHasQuery ? q_heads : 0) + (kHasCache ? 2 * kv_heads : 0);
   for (int first_row = part * kRows; first_row < rows; first_row += parts * kRows) {
@@ -208,15 +212,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    if (is_query)
-      store_part(q_out + token * q_out_token + head * q_out_head + first * q_out_step, q_out_step, first, kHeadDim, values);
+    if (is_query) {
+      Element* target = q_out + token * q_out_token + head * q_out_head + first * q_out_step;
+      store_part(target, q_out_step, first, kHeadDim, values);
+    }
     if constexpr (kHasCache) {
-      if (is_key && stored)
-        store_part(k_cache + block * k_cache_block + offset * k_cache_token + head * k_cache_head + first * k_cache_step,
-                   k_cache_step, first, kHeadDim, values);
-      if (is_value && stored)
-        store_part(v_cache + block * v_cache_block + offset * v_cache_token + head * v_cache_head + first * v_cache_step,
-                   v_cache_step, first, kValueDim, values);
+      if (is_key && stored) {
+        CacheElement* target = k_cache + block * k_cache_block + offset * k_cache_token + head * k_cache_head;
+        store_part(target + first * k_cache_step, k_cache_step, first, kHeadDim, values);
+      }
+      if (is_value && stored) {
+        CacheElement* target = v_cache + block * v_cache_block + offset * v_cache_token + head * v_cache_head;
+        store_part(target + first * v_cache_step, v_cache_step, first, kValueDim, values);
+      }
     }
   }
 }

@@ -3,15 +3,16 @@
 //   lse[r]    = ln sum_i e^lses[i, r]
 //   out[r, :] = sum_i e^(lses[i, r] - lse[r]) outs[i, r, :]                    i = 0 .. states - 1
 //
-// outs: [states, rows, dim], rows as three axes of any strides. lses: [states, rows] fp32, any strides, natural logarithms.
-// out, lse: likewise without the first axis.
+// outs: [states, rows, dim], rows as three axes of any strides. lses: [states, rows] fp32, any strides, natural
+// logarithms. out, lse: likewise without the first axis.
 // Bytes moved: (states + 1) * rows * (dim * sizeof(Element) + 4).
 //
-// A state that saw no key has lse -inf; its weight is 0 and its output is not used, whatever it holds. A row of empty states
-// only gives 0 and -inf: from a maximum of -inf nothing is subtracted. Sums are fp32, in the order of the states.
+// A state that saw no key has lse -inf; its weight is 0 and its output is not used, whatever it holds. A row of empty
+// states only gives 0 and -inf: from a maximum of -inf nothing is subtracted. Sums are fp32, in the order of the
+// states.
 //
-// A thread owns kVectorSize neighbouring columns of one row and walks over the states twice: the largest lse first, then
-// weights and values. The second reading of the lses comes from L1.
+// A thread owns kVectorSize neighbouring columns of one row and walks over the states twice: the largest lse first,
+// then weights and values. The second reading of the lses comes from L1.
 #include "common/online_softmax.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"

@@ -66,7 +66,7 @@ def plain_paged(
     outs, lses = [], []
     reach = table.shape[1] * keys.shape[1]
     for b, length in enumerate(np.clip(lengths, 0, reach).tolist()):
-        k, v = (gathered(t, table[b], length)[0].astype(q.dtype)[None] for t in (keys, values))
+        k, v = (gathered(t, table[b], length).astype(q.dtype)[None] for t in (keys, values))
         out, lse = plain(q[b : b + 1], k, v, causal=True, window=(window[0], -1), **options)
         outs.append(out[0])
         lses.append(lse[0])

@@ -145,7 +145,7 @@ def test_given_outputs_int64_indices_and_strides(device):
 
 
 def test_bad_entries_and_lengths_are_inert(device):
-    """A length beyond the table is cut off, a negative one is 0, a block that does not exist hides its keys."""
+    """A length beyond the table is cut off, a negative one is 0, a block that does not exist stands for zeros."""
     cache, table = paged_cache([64, 64, 64], 16, 1, 16, F16)
     table = table[:, :4].copy()
     table[2, 1] = len(cache[0]) + 5
