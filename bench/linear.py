@@ -3,6 +3,7 @@
     python bench/linear.py                                  # usual shapes, the choice and torch
     python bench/linear.py --shape 8192x1024x4096:gelu --all-tiles --tile 256x128w4x2s3
     python bench/linear.py --shape 4096x4096x4096 --dtype f32 --layout out_in
+    python bench/linear.py --hopper                     # the Hopper kernel's tuning run (linear_hopper.py)
 
 A shape is ROWSxDEPTHxCOLUMNS, with `:gelu` or `:residual` for a layer with that epilogue; all have a bias.  torch's
 time is that of `addmm` and, where there is one, its separate GELU or addition.  `vs_torch` is torch's time over ours.
@@ -28,6 +29,7 @@ import cki
 from cki import reference
 from cki.device import cuda_device
 from cki.heuristics.linear import TILES_16BIT, TILES_FP32, Tile, choose_tile
+from cki.heuristics.linear_hopper import HopperTile
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, Activation, WeightLayout, plan_linear
 from cki.plan import Plan
@@ -69,7 +71,7 @@ class LinearProblem(NamedTuple):
         return "gelu" if self.epilogue == "gelu" else None
 
 
-def cki_call(problem: LinearProblem, tile: Tile | None) -> Callable[..., object]:
+def cki_call(problem: LinearProblem, tile: Tile | HopperTile | None) -> Callable[..., object]:
     """`f(x, w, bias, residual, y)` by CKI; tile None is the public function with the heuristic's choice."""
     spec = LINEAR
     if tile is not None:
@@ -237,16 +239,31 @@ def main() -> None:
     parser.add_argument(
         "--tile", type=_tile, action="append", default=[], help="also this one, as 128x256w2x4s3"
     )
+    parser.add_argument(
+        "--hopper", action="store_true", help="check and time every tile of the Hopper kernel"
+    )
+    parser.add_argument("--hopper-worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.hopper_worker or arguments.hopper:
+        import linear_hopper
+    if arguments.hopper_worker:
+        text, dtype, layout, *names = arguments.hopper_worker
+        rows, depth, columns, epilogue = _shape(text)
+        linear_hopper.worker(LinearProblem(rows, depth, columns, epilogue, dtype, layout), names)
+        return
+    texts = linear_hopper.SHAPES if arguments.hopper else SHAPES
+    problems = [
+        LinearProblem(rows, depth, columns, epilogue, dtype, layout)
+        for dtype in arguments.dtype or (["bf16"] if arguments.hopper else ["f16"])
+        for layout in arguments.layout or ["in_out"]
+        for rows, depth, columns, epilogue in arguments.shape or [_shape(text) for text in texts]
+    ]
+    if arguments.hopper:
+        linear_hopper.run(problems)
+        return
     common.require_gpu()
-    rows = []
-    for dtype in arguments.dtype or ["f16"]:
-        for layout in arguments.layout or ["in_out"]:
-            for extents in arguments.shape or [_shape(text) for text in SHAPES]:
-                count, depth, columns, epilogue = extents
-                problem = LinearProblem(count, depth, columns, epilogue, dtype, layout)
-                rows += measure(problem, arguments.all_tiles, arguments.tile)
-    common.write_csv("linear", rows)
+    measured = [row for problem in problems for row in measure(problem, arguments.all_tiles, arguments.tile)]
+    common.write_csv("linear", measured)
 
 
 if __name__ == "__main__":
