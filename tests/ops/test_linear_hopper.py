@@ -23,30 +23,30 @@ from tests.ops.linear_cases import BF16, DTYPES, F16, F32, normal, plain
 TURNS, SHARED = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2)
 SMALL = pytest.mark.parametrize("tile", [TURNS, SHARED], ids=str)
 LAYOUTS = ("in_out", "out_in")
-_specs: dict[HopperTile, Any] = {}
+_specs: dict[tuple[HopperTile, int], Any] = {}
 
 
-def spec_of(tile: HopperTile) -> Any:
+def spec_of(tile: HopperTile, sm_count: int) -> Any:
     """cki.linear's operation with the Hopper kernel and this tile; one object each, because it is a cache key.
 
-    The device counts as one of two SMs, so that a block has many tiles.
+    The device counts as one of few SMs, so that a block has many tiles.
     """
 
     def plan(problem: Any, outputs: Any, device: Any) -> Plan:
         return Plan(plan_linear(
             problem["x"], problem["w"], problem.get("bias"), problem.get("residual"), outputs["out"],
-            dataclasses.replace(device, sm_count=2), activation=problem.attribute("activation"),
+            dataclasses.replace(device, sm_count=sm_count), activation=problem.attribute("activation"),
             weight_layout=problem.attribute("weight_layout"), tile=tile,
         ))  # fmt: skip
 
-    return _specs.setdefault(tile, dataclasses.replace(LINEAR, plan=plan))
+    return _specs.setdefault((tile, sm_count), dataclasses.replace(LINEAR, plan=plan))
 
 
 def hopper(
     tile: HopperTile, x: Any, w: Any, bias: Any = None, *, residual: Any = None, activation: Any = None,
-    weight_layout: str = "in_out", out: Any = None,
+    weight_layout: str = "in_out", out: Any = None, sm_count: int = 2,
 ) -> Any:  # fmt: skip
-    return call(spec_of(tile), (x, w, bias, residual), (activation, weight_layout), (out,))
+    return call(spec_of(tile, sm_count), (x, w, bias, residual), (activation, weight_layout), (out,))
 
 
 def weight(depth: int, columns: int, dtype: Any, layout: str) -> np.ndarray:
@@ -95,20 +95,21 @@ def test_epilogues(device, dtype, activation):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @SMALL
 def test_rings_and_turns_under_every_check(device, tile, layout):
-    """Rings walked through more than twice a tile, several tiles a block, with turns an odd number."""
-    rows, columns, depth = (140, 72, 328) if tile.ping_pong else (130, 72, 328)
+    """Rings of two stages and of two output buffers walked through more than twice: a block with 9 or 6 tiles, 5 stages
+    of K each."""
+    rows, columns, depth = 130, 136, 264
     assert depth > 64 * 2 * tile.stages
     x, w = normal((rows, depth), F16, 1), weight(depth, columns, F16, layout)
     bias, residual = normal((columns,), F16, 3), normal((rows, columns), F16, 4)
     tensors = [device.array(t) for t in (x, w, bias)]
-    options: dict[str, Any] = {"activation": "relu", "weight_layout": layout}
+    options: dict[str, Any] = {"activation": "relu", "weight_layout": layout, "sm_count": 1}
     results = []
     for seed in range(20 if device.kind == "sim" else 2):
         checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
         with checks if device.kind == "sim" else contextlib.nullcontext():
             results.append(device.numpy(hopper(tile, *tensors, residual=device.array(residual), **options)))
     assert all(np.array_equal(result, results[0]) for result in results)
-    options["residual"] = residual
+    options = {"activation": "relu", "weight_layout": layout, "residual": residual}
     assert_close(results[0], reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
 
 
