@@ -8,10 +8,11 @@ slices of its workspace, and plans are testable with no GPU.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from cki.dtypes import DType
-from cki.tensor import contiguous_strides
+from cki.tensor import contiguous_strides, is_row_major
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,7 @@ class Operand:
 
     @property
     def size(self) -> int:
-        total = 1
-        for extent in self.shape:
-            total *= extent
-        return total
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -43,12 +41,7 @@ class Operand:
         return self.size * self.dtype.itemsize
 
     def is_contiguous(self) -> bool:
-        expected = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides)):
-            if extent != 1 and stride != expected:
-                return self.size == 0
-            expected *= extent
-        return True
+        return is_row_major(self.shape, self.strides)
 
     def is_aligned(self, nbytes: int, *, axes_from: int = 0) -> bool:
         """Whether element addresses that differ in any axis but the last are multiples of `nbytes`:

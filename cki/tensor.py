@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,16 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
     return tuple(strides)
+
+
+def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether strides (in elements) are row-major and dense; those of axes of extent 1 do not matter."""
+    expected = 1
+    for extent, stride in zip(reversed(shape), reversed(strides)):
+        if extent != 1 and stride != expected:
+            return 0 in shape
+        expected *= extent
+    return True
 
 
 @dataclass(slots=True)
@@ -49,16 +60,8 @@ class TensorView:
     @property
     def size(self) -> int:
         """Number of elements."""
-        total = 1
-        for extent in self.shape:
-            total *= extent
-        return total
+        return math.prod(self.shape)
 
     def is_contiguous(self) -> bool:
         """Row-major and dense (strides of axes of extent 1 do not matter)."""
-        expected = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides)):
-            if extent != 1 and stride != expected:
-                return self.size == 0
-            expected *= extent
-        return True
+        return is_row_major(self.shape, self.strides)
