@@ -18,17 +18,17 @@
 #include "attention/hopper/epilogue.cuh"
 #include "attention/hopper/finish_logits.cuh"
 #include "attention/hopper/key_range.cuh"
-#include "attention/hopper/pipeline.cuh"
 #include "attention/hopper/products.cuh"
 #include "attention/hopper/repair.cuh"
 #include "attention/hopper/scheduler.cuh"
 #include "attention/hopper/shared_tiles.cuh"
 #include "attention/hopper/softmax.cuh"
-#include "attention/hopper/turns.cuh"
 #include "attention/logits.cuh"
 #include "common/key_band.cuh"
 #include "common/online_softmax.cuh"
+#include "common/stage_ring.cuh"
 #include "common/types.cuh"
+#include "common/warpgroup_turns.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -112,8 +112,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
 
-  Ring<1> query_ring(smem + Layout::kQueryRing);
-  Ring<kStages> key_ring(smem + Layout::kKeyRing), value_ring(smem + Layout::kValueRing);
+  StageRing<1> query_ring(smem + Layout::kQueryRing);
+  StageRing<kStages> key_ring(smem + Layout::kKeyRing), value_ring(smem + Layout::kValueRing);
   const WorkOrder order{(queries + kBlockRows - 1) / kBlockRows, heads, heads * batches, section_heads};
   Source work(order.total(), counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
   const Band band{keys, shift, left, right};
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const int consumer = warpgroup - 1;
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32 % 4, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const Turns<kConsumers, kPingPong> turns(consumer);
+  const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);
   const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
   const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * kGroupRows * kKeySpan);
   const u64 keys_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kKeys);

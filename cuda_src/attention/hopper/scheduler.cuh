@@ -15,7 +15,7 @@
 // no influence on its result.
 #pragma once
 
-#include "attention/hopper/pipeline.cuh"
+#include "common/stage_ring.cuh"
 #include "common/types.cuh"
 
 namespace cki::attention {
@@ -58,7 +58,7 @@ struct WorkSource {
   int total;
   int round = 0;
   u32* counter;
-  Ring<2> ring;
+  StageRing<2> ring;
   int* numbers;  // one for each stage of the ring
   int drawn = 0;
 

@@ -5,7 +5,7 @@
 // TMA, so head dimensions need no padding in memory, and a key that does not exist has finite values.
 #pragma once
 
-#include "attention/hopper/pipeline.cuh"
+#include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -44,10 +44,10 @@ struct SharedLayout {
   static constexpr int kKeys = round_to_pattern(QueryTile::kBytes);
   static constexpr int kValues = kKeys + round_to_pattern(kStages * KeyTile::kBytes);
   static constexpr int kQueryRing = kValues + kStages * ValueTile::kBytes;
-  static constexpr int kKeyRing = kQueryRing + Ring<1>::kBytes;
-  static constexpr int kValueRing = kKeyRing + Ring<kStages>::kBytes;
-  static constexpr int kWorkRing = kValueRing + Ring<kStages>::kBytes;
-  static constexpr int kWorkNumbers = kWorkRing + Ring<2>::kBytes;
+  static constexpr int kKeyRing = kQueryRing + StageRing<1>::kBytes;
+  static constexpr int kValueRing = kKeyRing + StageRing<kStages>::kBytes;
+  static constexpr int kWorkRing = kValueRing + StageRing<kStages>::kBytes;
+  static constexpr int kWorkNumbers = kWorkRing + StageRing<2>::kBytes;
   static constexpr int kBytes = kWorkNumbers + 2 * static_cast<int>(sizeof(int));
 };
 

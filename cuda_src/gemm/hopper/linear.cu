@@ -8,7 +8,7 @@
 //          time share rows of x and columns of w in L2 (rasterize.cuh). The producer runs ahead into the next tile.
 // Sharing. Cooperative: both consumers work on one tile, half of its rows each. The tensor core idles while both finish
 //          it. kPingPong: they take the tiles in turn, each a whole one, and one's finish runs beside the other's
-//          products; turns (attention/hopper/turns.cuh) keep one tile's products together.
+//          products; turns (common/warpgroup_turns.cuh) keep one tile's products together.
 // Loop.    One stage's products stay in flight while the next are issued; a stage is released when its own have ended.
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
 // Sums.    Over K in one order, whatever the tile.
@@ -19,9 +19,9 @@
 // Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN along K; y_map 64 x 16, unused without
 //   kTmaStore.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
-#include "attention/hopper/pipeline.cuh"
-#include "attention/hopper/turns.cuh"
+#include "common/stage_ring.cuh"
 #include "common/types.cuh"
+#include "common/warpgroup_turns.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/hopper/epilogue.cuh"
@@ -52,7 +52,7 @@ struct Rules {
 };
 
 using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
-using Ring = attention::Ring<kStages>;
+using Ring = StageRing<kStages>;
 
 // Moves the cursor over stages that the other consumer reads.
 __device__ __forceinline__ void skip_stages(Ring& ring, int count) {
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int consumer = warpgroup - 1;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int group_row = kPingPong ? 0 : consumer * kGroupRows;  // in a tile
-  const attention::Turns<kConsumers, kPingPong> turns(consumer);
+  const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + group_row * gemm::kSpan);
   const u64 w_at = kWeightAlongN ? wgmma_descriptor_mn_major<gemm::kSpan>(smem + Layout::kBytesX,
                                                                          gemm::kStageDepth * gemm::kSpan)

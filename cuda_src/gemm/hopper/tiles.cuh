@@ -5,7 +5,7 @@
 // All are swizzled by 128 bytes. TMA fills what lies outside the matrices with zeros, so products need no bounds.
 #pragma once
 
-#include "attention/hopper/pipeline.cuh"
+#include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/mbarrier.cuh"
@@ -29,7 +29,7 @@ struct HopperLayout {
   static constexpr int kStageBytes = kBytesX + kBytesW;
   static constexpr int kOutput = kStageCount * kStageBytes;
   static constexpr int kRing = kOutput + kConsumerWarps * kOutputBuffers * kWarpSlabBytes;
-  static constexpr int kBytes = kRing + attention::Ring<kStageCount>::kBytes;
+  static constexpr int kBytes = kRing + StageRing<kStageCount>::kBytes;
   static_assert(kBlockM % 64 == 0 && kBlockM <= 256, "whole wgmma tiles, and one TMA box for x");
   static_assert(kBlockN % kSlabColumns == 0 && kBlockN <= 256, "whole slabs, and one wgmma across");
 };

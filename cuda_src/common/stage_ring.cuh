@@ -9,10 +9,10 @@
 #include "common/types.cuh"
 #include "ptx/mbarrier.cuh"
 
-namespace cki::attention {
+namespace cki {
 
 template <int kStageCount>
-struct Ring {
+struct StageRing {
   static constexpr int kStages = kStageCount;
   static constexpr int kBytes = 2 * kStages * static_cast<int>(sizeof(u64));
 
@@ -21,7 +21,7 @@ struct Ring {
   int stage = 0;
   u32 phase = 0;
 
-  __device__ __forceinline__ explicit Ring(unsigned char* memory)
+  __device__ __forceinline__ explicit StageRing(unsigned char* memory)
       : full(reinterpret_cast<u64*>(memory)), empty(reinterpret_cast<u64*>(memory) + kStages) {}
 
   // By one thread of the block, before the barrier that publishes it.
@@ -52,4 +52,4 @@ struct Ring {
   __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(empty + stage, phase ^ 1); }
 };
 
-}  // namespace cki::attention
+}  // namespace cki

@@ -1,17 +1,17 @@
 // Ping-pong: the consumer warpgroups of a block take turns at starting their products.
 //
-// Without order all warpgroups tend to wait for the tensor core at the same time and to compute exponentials at the same
-// time. In turns, one's softmax runs while another's products do. Each warpgroup has a named barrier on which it and
-// the warpgroup before it meet: take() waits there, pass() arrives at the next one's. Every warpgroup takes one turn a tile
-// of keys, also for tiles that it skips.
+// Without order all warpgroups tend to wait for the tensor core at the same time, and to do everything else (a softmax, the
+// finish of a tile) at the same time. In turns, one's other work runs while another's products do. Each warpgroup has a
+// named barrier on which it and the warpgroup before it meet: take() waits there, pass() arrives at the next one's. All
+// must take equally many turns, also for work that they skip; finish() ends them.
 #pragma once
 
 #include "ptx/barrier.cuh"
 
-namespace cki::attention {
+namespace cki {
 
 template <int kConsumerCount, bool kEnabled>
-struct Turns {
+struct WarpgroupTurns {
   static constexpr bool kInTurn = kEnabled && kConsumerCount > 1;
   static constexpr int kMembers = 2 * 128;
 
@@ -19,7 +19,7 @@ struct Turns {
   int next;
 
   // The last warpgroup passes the first turn to the first.
-  __device__ __forceinline__ explicit Turns(int consumer)
+  __device__ __forceinline__ explicit WarpgroupTurns(int consumer)
       : own(1 + consumer), next(consumer + 1 == kConsumerCount ? 1 : 2 + consumer) {
     if (kInTurn && next == 1) pass();
   }
@@ -38,4 +38,4 @@ struct Turns {
   }
 };
 
-}  // namespace cki::attention
+}  // namespace cki
