@@ -1,8 +1,8 @@
 """The rows of strided tensors: which leading axes walk evenly through memory, and what is left for a kernel to index.
 
-A row operation treats the last axis of several tensors of equal shape.  Leading axes that lie evenly in all tensors
-merge into one; the kernels of `cuda_src/norm` index one axis, or up to three.  More than three (a tensor of five
-or more axes, permuted) are peeled off into launches of their own.
+A row operation treats the last axis of several tensors of equal leading shape.  Leading axes that lie evenly in all
+tensors merge into one; the kernels (`cuda_src/common/row_address.cuh`) index one axis, or up to three.  More than three
+(a tensor of five or more axes, permuted) are peeled off into launches of their own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RowBatch:
 
 
 def row_batches(tensors: Sequence[Operand]) -> list[RowBatch]:
-    """The launches that cover all rows of tensors of equal shape; none when there are no rows."""
+    """The launches that cover all rows of tensors whose shapes agree but for the last axis; none without rows."""
     leading = tensors[0].shape[:-1]
     if 0 in leading:
         return []

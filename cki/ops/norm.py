@@ -18,10 +18,11 @@ from cki import dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.heuristics.norm import MAX_WIDTH, RowConfig, RowShape, candidates, choose, vector_size
-from cki.heuristics.rows import RowBatch, row_batches
+from cki.heuristics.rows import row_batches
 from cki.kernel import ConstantValue, KernelSpec
 from cki.operand import Operand
 from cki.ops.call import call
+from cki.ops.row_arguments import last_stride, row_arguments
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
@@ -175,10 +176,10 @@ def _plan(
             op, x.dtype, tuple(None if w is None else w.dtype for w in weights), chosen,
             residual=residual is not None, normalize=normalize, row_axes=batch.axes, stepped=stepped,
         )  # fmt: skip
-        pointers, strides = _row_arguments(rows, batch)
+        pointers, strides = row_arguments(rows, batch)
         arguments: tuple[ArgumentValue, ...] = (
             *pointers[:2], *(w or NullPointer() for w in weights), *pointers[2:],
-            batch.rows, x.shape[-1], *batch.extents[1:], *strides, *(_step(w) for w in weights), *numbers,
+            batch.rows, x.shape[-1], *batch.extents[1:], *strides, *(last_stride(w) for w in weights), *numbers,
         )  # fmt: skip
         reason = (
             f"{chosen.name}: {batch.rows} rows of {shape.width}, {chosen.size} elements an access, "
@@ -187,26 +188,6 @@ def _plan(
         grid = (chosen.grid(batch.rows, device), 1, 1)
         steps.append(Step(kernel, grid, (chosen.threads, 1, 1), arguments, reason=reason))
     return tuple(steps)
-
-
-def _row_arguments(rows: list[Operand | None], batch: RowBatch) -> tuple[list[ArgumentValue], list[int]]:
-    """Pointers to the first row, and three row strides and a column step each, of x, residual, y, residual_out."""
-    pointers: list[ArgumentValue] = []
-    strides: list[int] = []
-    present = 0
-    for tensor in rows:
-        if tensor is None:
-            pointers.append(NullPointer())
-            strides += [0, 0, 0, 0]
-            continue
-        pointers.append(tensor.view(tensor.shape, tensor.strides, batch.offsets[present]))
-        strides += [*batch.strides[present], _step(tensor)]
-        present += 1
-    return pointers, strides
-
-
-def _step(tensor: Operand | None) -> int:
-    return 0 if tensor is None else tensor.strides[-1]
 
 
 def norm_kernel(

@@ -13,9 +13,9 @@
 // Bytes moved a row: 2 * width * sizeof(Element), with a residual 4 *; weight and bias stay in L1 or in registers.
 //
 // Work: as in rms_norm.cu, with two reductions a row. y may be x, and sum may be x or residual.
+#include "common/row_address.cuh"
+#include "common/row_in_registers.cuh"
 #include "norm/fp32_range.cuh"
-#include "norm/row_address.cuh"
-#include "norm/row_in_registers.cuh"
 #include "norm/row_input.cuh"
 
 using namespace cki;

@@ -3,8 +3,8 @@
 // One block a row; a pass for the mean, one for the moments of the deviations, one for the output. The second and third read
 // the row from L2 (see rms_norm_long.cu). Three passes and not a running (Welford) mean and variance, because a division an
 // element and merges between threads cost more than an L2 read, and the deviations from a finished mean are more exact.
+#include "common/row_address.cuh"
 #include "norm/fp32_range.cuh"
-#include "norm/row_address.cuh"
 #include "norm/row_in_memory.cuh"
 
 using namespace cki;

@@ -11,9 +11,9 @@
 // output, so memory is read once. Blocks walk over the rows in steps of the grid. With kPrefetch a block loads its next row
 // before it reduces the present one, which keeps loads in flight during the reduction; with kHoldWeight the weights stay in
 // registers from row to row. y may be x, and sum may be x or residual: a thread has read what it overwrites.
+#include "common/row_address.cuh"
+#include "common/row_in_registers.cuh"
 #include "norm/fp32_range.cuh"
-#include "norm/row_address.cuh"
-#include "norm/row_in_registers.cuh"
 #include "norm/row_input.cuh"
 
 using namespace cki;

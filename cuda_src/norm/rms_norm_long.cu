@@ -4,8 +4,8 @@
 // flight take 132 SMs * 128 KB = 17 MB at 64K bf16 elements, under an H200's 60 MB. Bytes from memory a row as in
 // rms_norm.cu, and half as many again from L2. The largest magnitude is taken along, so that a row whose squares leave the
 // range of fp32 (fp32_range.cuh) costs one more pass and no second kernel.
+#include "common/row_address.cuh"
 #include "norm/fp32_range.cuh"
-#include "norm/row_address.cuh"
 #include "norm/row_in_memory.cuh"
 
 using namespace cki;

@@ -7,9 +7,9 @@
 
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
+#include "common/row_address.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
-#include "norm/row_address.cuh"
 
 namespace cki {
 

@@ -5,8 +5,8 @@
 // Loading is apart from using, so that a kernel can load its next row before it reduces the present one.
 #pragma once
 
-#include "norm/row_address.cuh"
-#include "norm/row_in_registers.cuh"
+#include "common/row_address.cuh"
+#include "common/row_in_registers.cuh"
 
 namespace cki {
 

@@ -8,9 +8,9 @@
 #pragma once
 
 #include "common/reduce.cuh"
+#include "common/row_address.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
-#include "norm/row_address.cuh"
 
 namespace cki {
 
