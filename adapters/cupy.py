@@ -38,16 +38,15 @@ class CupyAdapter(Adapter):
             "{t}.shape == {shape}",
             "{t}.dtype == {dtype}",
             "{t}.strides == {strides}",
-            "not {p} & 15",
+            "{t}.data.device_id == {device}",
         ]
-        conditions.append("{t}.data.device_id == {device}")
         if not trusted:
             conditions.append("{t}.__class__ is {cls}")
         constants = {
             "shape": tensor.shape, "dtype": tensor.dtype, "device": tensor.data.device_id, "strides": tensor.strides,
             "cls": type(tensor),
         }  # fmt: skip
-        return Guard("{t}.data.ptr", tuple(conditions), constants)
+        return Guard("{t}.data.ptr", "not {p} & 15", tuple(conditions), constants)
 
     def check(self, tensor: cupy.ndarray, name: str = "tensor", output: bool = False) -> list[str]:
         problems = []

@@ -37,7 +37,7 @@ from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.tensor import DeviceId, TensorView, contiguous_strides
 
 if TYPE_CHECKING:
-    from cki.ops.match import Guard
+    from cki.ops.match import Guard, Likeness
 
 #: Bytes (at most 16) that divide an address, by its low four bits.
 ALIGNMENT = (16, 1, 2, 1, 4, 1, 2, 1, 8, 1, 2, 1, 4, 1, 2, 1)
@@ -64,6 +64,10 @@ class Adapter(ABC):
     def guard(self, tensor: Any, trusted: bool = False) -> Guard | None:
         """How to recognise tensors of this one's signature in straight-line code (`cki.ops.match`), or None where only
         the signature tells.  trusted: leave out what only decides whether a tensor is refused."""
+        return None
+
+    def likeness(self, examples: Sequence[Any]) -> Likeness | None:
+        """A faster test of what the guards of these tensors test but for the addresses, if the framework has one."""
         return None
 
     @abstractmethod

@@ -24,10 +24,11 @@ MINIMUM_CUDA = (12, 0)
 def api() -> Any:
     """`cuda.bindings.driver`, initialised; DeviceError that says what is missing."""
     try:
+        import cupy_backends.cuda.api.driver  # noqa: F401  (launches, cki.cuda_launch)
         from cuda.bindings import driver
     except ImportError as error:
         raise DeviceError(
-            f"the CUDA device needs cuda-bindings ({error})", hint=compiler.INSTALL_HINT
+            f"the CUDA device needs CuPy and cuda-bindings ({error})", hint=compiler.INSTALL_HINT
         ) from error
     try:
         (status,) = driver.cuInit(0)

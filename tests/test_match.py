@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,9 @@ torch = pytest.importorskip("torch")
 
 
 def torch_matcher(*examples, trusted=False):
-    return matcher([None if t is None else adapter_of(t).guard(t, trusted) for t in examples])
+    guards = [None if t is None else adapter_of(t).guard(t, trusted) for t in examples]
+    given = [t for t in examples if t is not None]
+    return matcher(guards, adapter_of(given[0]).likeness(given))
 
 
 @pytest.mark.torch
@@ -71,8 +75,31 @@ def test_unaligned_and_empty_tensors_have_no_guard():
     assert adapter_of(torch.randn(9)).guard(torch.randn(0, 4)) is None
 
 
+@pytest.mark.torch
+def test_the_joint_check_keeps_no_tensor_alive_and_agrees_with_the_guards():
+    x, w = torch.randn(4, 8), torch.randn(8)
+    likeness = adapter_of(x).likeness((x, w))
+    assert likeness is not None  # this version of torch has it
+    assert likeness.check(torch.randn(4, 8), w) and not likeness.check(x, w.double())
+    assert not likeness.check(x, w._neg_view()) and not likeness.check(x.to_sparse(), w)
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
+
+
+@pytest.mark.torch
+def test_the_same_tensor_twice_is_recognised_without_the_joint_check():
+    x = torch.randn(8)
+    assert torch_matcher(x, x)((x, x)) == [x.data_ptr()] * 2
+    with torch.inference_mode():
+        assert torch_matcher(x)((x,)) is not None
+    match = torch_matcher(x)
+    with torch.inference_mode():  # other dispatch keys
+        assert match((x,)) == [x.data_ptr()]
+
+
 def test_an_error_that_is_not_foreseen_is_not_hidden():
-    match = matcher([Guard("{t}.address()", ("{t}.shape == {shape}",), {"shape": (2,)})])
+    match = matcher([Guard("{t}.address()", "{p}", ("{t}.shape == {shape}",), {"shape": (2,)})])
     with pytest.raises(TypeError):
         match((type("T", (), {"address": 3, "shape": (2,)})(),))
 

@@ -152,7 +152,9 @@ class Entry:
         if self._recogniser is None:
             guards = [None if tensor is None else self.adapter.guard(tensor) for tensor in tensors]
             if all(guard is not None for guard, tensor in zip(guards, tensors) if tensor is not None):
-                self._recogniser = matcher(guards)
+                self._recogniser = matcher(
+                    guards, self.adapter.likeness([t for t in tensors if t is not None])
+                )
         return self._recogniser
 
     def run_matched(self, pointers: list[int], like: Any, outs: Sequence[Any]) -> Any:
