@@ -25,10 +25,11 @@ from cki.ops.encoder_blocks import (
     AttentionBlock,
     FeedForward,
     attention_scratch,
+    feed_forward_scratch,
     plan_attention_block,
     plan_feed_forward,
 )
-from cki.ops.linear import Activation, check_linear, check_vector
+from cki.ops.linear import Activation, WeightLayout, check_linear, check_vector
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import Plan
 
@@ -37,7 +38,7 @@ def fused_attention(
     x: Any, wq: Any, wk: Any, wv: Any, wo: Any, gamma: Any = None, beta: Any = None, bq: Any = None, bk: Any = None,
     bv: Any = None, bo: Any = None, mask: Any = None, *, num_heads: int, head_dim: int, num_kv_heads: int | None = None,
     causal: bool = False, pre_ln: bool = True, residual: bool = True, epsilon: float = 1e-5, scale: float | None = None,
-    out: Any = None, stream: Any = None,
+    weight_layout: WeightLayout = "in_out", out: Any = None, stream: Any = None,
 ) -> Any:  # fmt: skip
     """The self-attention block of a transformer: layer norm, projections, softmax(Q K^T scale) V, output projection.
 
@@ -50,9 +51,10 @@ def fused_attention(
 
     x: [batch, seq, hidden], f32, f16 or bf16, any strides.
     wq: [hidden, num_heads * head_dim].  wk, wv: [hidden, num_kv_heads * head_dim].  wo: [num_heads * head_dim, hidden].
-        All [in, out] and of x's type, any strides: for a torch `nn.Linear` pass `weight.T`, a view.  Columns go by
-        head.  One launch computes Q, K and V when the three have the same strides (as column slices of one packed
-        weight do) and all or none have a bias.
+        All of x's type, any strides, [in, out] for weight_layout "in_out"; for "out_in" the two axes change places, as
+        torch's `nn.Linear` stores them.  Outputs go by head.  One launch computes Q, K and V when the three have the
+        same strides and all or none have a bias.
+        wk and wv None: wq holds all three, [hidden, (num_heads + 2 num_kv_heads) * head_dim], and bq their biases.
     gamma, beta: [hidden], weight and bias of the layer norm; None is 1 and 0.
     bq, bk, bv, bo: biases, f32 or x's type; None is none.
     mask: bool or u8, True (not 0) keeps a key: [batch, seq] over keys (padding), [batch, seq, seq] over queries and
@@ -66,7 +68,7 @@ def fused_attention(
     """
     return call(
         FUSED_ATTENTION, (x, wq, wk, wv, wo, gamma, beta, bq, bk, bv, bo, mask),
-        (num_heads, head_dim, num_kv_heads, causal, pre_ln, residual, epsilon, scale), (out,), stream,
+        (num_heads, head_dim, num_kv_heads, causal, pre_ln, residual, epsilon, scale, weight_layout), (out,), stream,
     )  # fmt: skip
 
 
@@ -75,7 +77,8 @@ def encoder_layer(
     attention_beta: Any = None, output_gamma: Any = None, output_beta: Any = None, bq: Any = None, bk: Any = None,
     bv: Any = None, bo: Any = None, b1: Any = None, b2: Any = None, mask: Any = None, num_heads: int, head_dim: int,
     num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True, activation: Activation | None = "gelu",
-    epsilon: float = 1e-5, scale: float | None = None, out: Any = None, stream: Any = None,
+    epsilon: float = 1e-5, scale: float | None = None, weight_layout: WeightLayout = "in_out", out: Any = None,
+    stream: Any = None,
 ) -> Any:  # fmt: skip
     """A transformer encoder layer: attention block, then feed-forward block F(u) = activation(u w1 + b1) w2 + b2.
 
@@ -83,7 +86,8 @@ def encoder_layer(
         pre_ln=False    a = LN(A(x) + x)        y = LN'(F(a) + a)        (BERT)
 
     The attention block A, x, its weights, mask, heads, causal, scale: see `fused_attention`.
-    w1: [hidden, inner].  w2: [inner, hidden].  b1: [inner].  b2: [hidden].  All weights are [in, out].
+    w1: [hidden, inner].  w2: [inner, hidden].  b1: [inner].  b2: [hidden].
+    weight_layout: of all six weights; "in_out" is [in, out], as written here, "out_in" what torch stores.
     attention_gamma, attention_beta: of the attention block's norm LN.  output_gamma, output_beta: of the feed-forward
         block's norm LN'.  [hidden] each; None is 1 and 0.
     activation: None, "gelu", "gelu_tanh", "silu" or "relu": see `linear`.
@@ -98,7 +102,7 @@ def encoder_layer(
             x, wq, wk, wv, wo, w1, w2, attention_gamma, attention_beta, output_gamma, output_beta,
             bq, bk, bv, bo, b1, b2, mask,
         ),
-        (num_heads, head_dim, num_kv_heads, causal, pre_ln, activation, epsilon, scale), (out,), stream,
+        (num_heads, head_dim, num_kv_heads, causal, pre_ln, activation, epsilon, scale, weight_layout), (out,), stream,
     )  # fmt: skip
 
 
@@ -106,10 +110,11 @@ def _attention_block(problem: Problem, gamma: str, beta: str, *, residual: bool)
     get, attribute = problem.get, problem.attribute
     heads = attribute("num_heads")
     return AttentionBlock(
-        problem["wq"], problem["wk"], problem["wv"], problem["wo"], gamma=get(gamma), beta=get(beta), bq=get("bq"),
+        problem["wq"], get("wk"), get("wv"), problem["wo"], gamma=get(gamma), beta=get(beta), bq=get("bq"),
         bk=get("bk"), bv=get("bv"), bo=get("bo"), mask=get("mask"), num_heads=heads, head_dim=attribute("head_dim"),
         num_kv_heads=attribute("num_kv_heads") or heads, causal=attribute("causal"), pre_ln=attribute("pre_ln"),
         residual=residual, epsilon=attribute("epsilon"), scale=attribute("scale"),
+        weight_layout=attribute("weight_layout"),
     )  # fmt: skip
 
 
@@ -156,7 +161,32 @@ def _check_mask(problem: Problem, heads: int) -> None:
         )
 
 
-def _check_block(problem: Problem, gamma: str, beta: str) -> bool:
+def _layout(problem: Problem) -> str:
+    """weight_layout; "in_out" where it is another word, which is noted."""
+    layout: str = problem.attribute("weight_layout")
+    if layout not in ("in_out", "out_in"):
+        problem.reject(f"weight_layout is {layout!r}", 'weight_layout "in_out" or "out_in"')
+        return "in_out"
+    return layout
+
+
+def _check_projections(problem: Problem, hidden: int, q_columns: int, kv_columns: int, layout: str) -> None:
+    present = [name for name in ("wk", "wv") if problem.get(name) is not None]
+    if len(present) == 2:
+        check_linear(problem, hidden, q_columns, ("x", "wq", "bq"), layout)
+        for names in (("x", "wk", "bk"), ("x", "wv", "bv")):
+            check_linear(problem, hidden, kv_columns, names, layout)
+    elif present:
+        problem.reject(f"{present[0]} is given alone", "wk and wv, or neither, for a wq that holds all three")
+    else:
+        check_linear(problem, hidden, q_columns + 2 * kv_columns, ("x", "wq", "bq"), layout)
+        for name in ("bk", "bv"):
+            if problem.get(name) is not None:
+                problem.reject(f"{name} is given without w{name[1]}", "all three biases in bq")
+    check_linear(problem, q_columns, hidden, ("x", "wo", "bo"), layout)
+
+
+def _check_block(problem: Problem, gamma: str, beta: str, layout: str) -> bool:
     """The rules of an attention block; whether x's hidden size is known."""
     x = problem["x"]
     if x.dtype not in _FLOATS:
@@ -172,10 +202,7 @@ def _check_block(problem: Problem, gamma: str, beta: str) -> bool:
         problem.reject(f"x has shape {x.shape}", "fewer than 2**29 tokens a sequence")
     if counts is not None:
         heads, kv_heads, head_dim = counts
-        check_linear(problem, hidden, heads * head_dim, ("x", "wq", "bq"))
-        check_linear(problem, hidden, kv_heads * head_dim, ("x", "wk", "bk"))
-        check_linear(problem, hidden, kv_heads * head_dim, ("x", "wv", "bv"))
-        check_linear(problem, heads * head_dim, hidden, ("x", "wo", "bo"))
+        _check_projections(problem, hidden, heads * head_dim, kv_heads * head_dim, layout)
         _check_mask(problem, heads)
     for name in (gamma, beta):
         if problem.get(name) is not None:
@@ -184,18 +211,20 @@ def _check_block(problem: Problem, gamma: str, beta: str) -> bool:
 
 
 def _check_fused_attention(problem: Problem) -> None:
-    _check_block(problem, "gamma", "beta")
+    _check_block(problem, "gamma", "beta", _layout(problem))
 
 
 def _check_encoder_layer(problem: Problem) -> None:
     if problem.attribute("activation") not in ACTIVATIONS:
         known = ", ".join(repr(name) for name in ACTIVATIONS if name) + " or None"
         problem.reject(f"activation is {problem.attribute('activation')!r}", f"activation {known}")
-    if not _check_block(problem, "attention_gamma", "attention_beta"):
+    layout = _layout(problem)
+    if not _check_block(problem, "attention_gamma", "attention_beta", layout):
         return
     x, w1 = problem["x"], problem["w1"]
-    check_linear(problem, x.shape[2], -1, ("x", "w1", "b1"))
-    check_linear(problem, w1.shape[1] if w1.ndim == 2 else -1, x.shape[2], ("x", "w2", "b2"))
+    check_linear(problem, x.shape[2], -1, ("x", "w1", "b1"), layout)
+    inner = w1.shape[1 if layout == "in_out" else 0] if w1.ndim == 2 else -1
+    check_linear(problem, inner, x.shape[2], ("x", "w2", "b2"), layout)
     for name in ("output_gamma", "output_beta"):
         if problem.get(name) is not None:
             check_vector(problem, name, x.shape[2], x)
@@ -219,11 +248,10 @@ def _plan_encoder_layer(problem: Problem, outputs: Mapping[str, Operand], device
     feed_forward = FeedForward(
         problem["w1"], problem["w2"], problem.get("b1"), problem.get("b2"), problem.get("output_gamma"),
         problem.get("output_beta"), problem.attribute("activation"), problem.attribute("pre_ln"),
-        problem.attribute("epsilon"),
+        problem.attribute("epsilon"), problem.attribute("weight_layout"),
     )  # fmt: skip
     # The feed-forward block's inner activations take the place of Q, K, V and the heads' outputs, which are done with.
-    inner_nbytes = x.shape[0] * x.shape[1] * problem["w1"].shape[1] * x.dtype.itemsize
-    nbytes = max(attention_scratch(x, attention_block), inner_nbytes)
+    nbytes = max(attention_scratch(x, attention_block), feed_forward_scratch(x, feed_forward))
     scratch = dense("scratch", (nbytes,), dtypes.u8)
     attended = dense("attended", x.shape, x.dtype)
     steps = plan_attention_block(x, attention_block, attended, scratch, device)
@@ -237,8 +265,13 @@ _BLOCK_ATTRIBUTES = (
 )  # fmt: skip
 
 
-def _inputs(required: str, optional: str) -> tuple[Input, ...]:
-    return (*(Input(name) for name in required.split()), *(Input(name, True) for name in optional.split()))
+_WEIGHT_LAYOUT = Attribute("weight_layout", str, "in_out")
+
+
+def _inputs(names: str, optional: str) -> tuple[Input, ...]:
+    """Inputs in order; wk and wv among the first may be left out."""
+    first = (Input(name, name in ("wk", "wv")) for name in names.split())
+    return (*first, *(Input(name, True) for name in optional.split()))
 
 
 FUSED_ATTENTION = OpSpec(
@@ -246,7 +279,7 @@ FUSED_ATTENTION = OpSpec(
     inputs=_inputs("x wq wk wv wo", "gamma beta bq bk bv bo mask"),
     attributes=(
         *_BLOCK_ATTRIBUTES, Attribute("residual", bool, True), Attribute("epsilon", float, 1e-5),
-        Attribute("scale", float),
+        Attribute("scale", float), _WEIGHT_LAYOUT,
     ),
     outputs=("out",),
     check=_check_fused_attention,
@@ -262,6 +295,7 @@ ENCODER_LAYER = OpSpec(
     ),
     attributes=(
         *_BLOCK_ATTRIBUTES, Attribute("activation", str), Attribute("epsilon", float, 1e-5), Attribute("scale", float),
+        _WEIGHT_LAYOUT,
     ),
     outputs=("out",),
     check=_check_encoder_layer,

@@ -19,11 +19,14 @@ from cki.plan import Step
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Weights and options of an attention block, named as in `fused_attention`."""
+    """Weights and options of an attention block, named as in `fused_attention`.
+
+    wk, wv: None where wq holds all three, side by side.
+    """
 
     wq: Operand
-    wk: Operand
-    wv: Operand
+    wk: Operand | None
+    wv: Operand | None
     wo: Operand
     gamma: Operand | None
     beta: Operand | None
@@ -40,6 +43,7 @@ class AttentionBlock:
     residual: bool
     epsilon: float
     scale: float | None
+    weight_layout: str = "in_out"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,12 @@ class FeedForward:
     activation: str | None
     pre_ln: bool
     epsilon: float
+    weight_layout: str = "in_out"
+
+    @property
+    def inner(self) -> int:
+        """Columns of u w1."""
+        return self.w1.shape[1 if self.weight_layout == "in_out" else 0]
 
 
 def plan_attention_block(
@@ -64,8 +74,8 @@ def plan_attention_block(
     batch, seq, _ = x.shape
     q_columns, kv_columns = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
     columns = q_columns + 2 * kv_columns
-    qkv = dense(scratch.slot, (batch, seq, columns), x.dtype)
-    context = dense(scratch.slot, (batch, seq, q_columns), x.dtype, offset=_aligned(qkv.nbytes))
+    qkv = _within(scratch, (batch, seq, columns), x)
+    context = _within(scratch, (batch, seq, q_columns), x, aligned(qkv.nbytes))
 
     def heads(of: Operand, count: int, width: int, first: int) -> Operand:
         shape = (batch, seq, count, block.head_dim)
@@ -75,14 +85,19 @@ def plan_attention_block(
         return plan_layer_norm(source, block.gamma, block.beta, y, device, eps=block.epsilon)
 
     steps = norm(x) if block.pre_ln else ()
-    parts = [Part(block.wq, block.bq), Part(block.wk, block.bk), Part(block.wv, block.bv)]
-    steps += plan_linear_parts(y if block.pre_ln else x, parts, qkv, device)
+    u, layout = y if block.pre_ln else x, block.weight_layout
+    if block.wk is None or block.wv is None:
+        steps += plan_linear(u, block.wq, block.bq, None, qkv, device, weight_layout=layout)
+    else:
+        parts = [Part(block.wq, block.bq), Part(block.wk, block.bk), Part(block.wv, block.bv)]
+        steps += plan_linear_parts(u, parts, qkv, device, weight_layout=layout)
     steps += plan_attention(
         heads(qkv, block.num_heads, columns, 0), heads(qkv, block.num_kv_heads, columns, q_columns),
         heads(qkv, block.num_kv_heads, columns, q_columns + kv_columns), heads(context, block.num_heads, q_columns, 0),
         device=device, causal=block.causal, scale=block.scale, mask=_attention_mask(block.mask),
     )  # fmt: skip
-    steps += plan_linear(context, block.wo, block.bo, x if block.residual else None, y, device)
+    residual = x if block.residual else None
+    steps += plan_linear(context, block.wo, block.bo, residual, y, device, weight_layout=layout)
     return steps if block.pre_ln else steps + norm(y)
 
 
@@ -90,29 +105,41 @@ def attention_scratch(x: Operand, block: AttentionBlock) -> int:
     """Bytes of scratch memory: Q, K and V side by side, and the heads' outputs."""
     tokens = x.shape[0] * x.shape[1] * x.dtype.itemsize
     q_columns, kv_columns = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
-    return _aligned(tokens * (q_columns + 2 * kv_columns)) + tokens * q_columns
+    return aligned(tokens * (q_columns + 2 * kv_columns)) + tokens * q_columns
 
 
 def plan_feed_forward(
     x: Operand, block: FeedForward, y: Operand, scratch: Operand, device: DeviceInfo
 ) -> tuple[Step, ...]:
     """Steps of y = F(LN(x)) + x (pre_ln) or LN(F(x) + x).  scratch: room for u w1."""
-    inner = dense(scratch.slot, (*x.shape[:-1], block.w1.shape[1]), x.dtype)
+    inner = _within(scratch, (*x.shape[:-1], block.inner), x)
+    layout = block.weight_layout
 
     def norm(source: Operand) -> tuple[Step, ...]:
         return plan_layer_norm(source, block.gamma, block.beta, y, device, eps=block.epsilon)
 
     steps = norm(x) if block.pre_ln else ()
     steps += plan_linear(
-        y if block.pre_ln else x, block.w1, block.b1, None, inner, device, activation=block.activation
-    )
-    steps += plan_linear(inner, block.w2, block.b2, x, y, device)
+        y if block.pre_ln else x, block.w1, block.b1, None, inner, device, activation=block.activation,
+        weight_layout=layout,
+    )  # fmt: skip
+    steps += plan_linear(inner, block.w2, block.b2, x, y, device, weight_layout=layout)
     return steps if block.pre_ln else steps + norm(y)
 
 
-def _aligned(nbytes: int) -> int:
+def feed_forward_scratch(x: Operand, block: FeedForward) -> int:
+    """Bytes of scratch memory: u w1."""
+    return x.shape[0] * x.shape[1] * block.inner * x.dtype.itemsize
+
+
+def aligned(nbytes: int) -> int:
     """Room for another tensor behind: tensors of a workspace begin at multiples of 256 bytes."""
     return -(-nbytes // 256) * 256
+
+
+def _within(scratch: Operand, shape: tuple[int, ...], like: Operand, offset: int = 0) -> Operand:
+    """A row-major tensor of like's type in the scratch memory, `offset` bytes from its start."""
+    return dense(scratch.slot, shape, like.dtype, offset=scratch.offset + offset, alignment=scratch.alignment)
 
 
 def _attention_mask(mask: Operand | None) -> Operand | None:

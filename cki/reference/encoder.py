@@ -19,10 +19,11 @@ Result = NDArray[np.float64]
 
 
 def fused_attention(
-    x: Array, wq: Array, wk: Array, wv: Array, wo: Array, gamma: Array | None = None, beta: Array | None = None,
+    x: Array, wq: Array, wk: Array | None, wv: Array | None, wo: Array, gamma: Array | None = None, beta: Array | None = None,
     bq: Array | None = None, bk: Array | None = None, bv: Array | None = None, bo: Array | None = None,
     mask: Array | None = None, *, num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False,
     pre_ln: bool = True, residual: bool = True, epsilon: float = 1e-5, scale: float | None = None,
+    weight_layout: str = "in_out",
 ) -> Result:  # fmt: skip
     """Layer norm, Q, K and V projections, attention, output projection; x [batch, seq, hidden].
 
@@ -30,28 +31,36 @@ def fused_attention(
 
         pre_ln    y = A(LN(x)) + x
         else      y = LN(A(x) + x)                both without the "+ x" when residual is False
+
+    wk and wv None: wq holds all three, as bq does their biases.
     """
     u = _float64(x)
     batch, seq, _ = u.shape
     if pre_ln:
         u = _norm(u, gamma, beta, epsilon)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    q, k, v = linear(u, wq, bq), linear(u, wk, bk), linear(u, wv, bv)
+    if wk is None or wv is None:
+        packed = linear(u, wq, bq, weight_layout=weight_layout)
+        q, k, v = np.split(packed, np.cumsum([num_heads * head_dim, kv_heads * head_dim]), axis=-1)
+    else:
+        q, k, v = (linear(u, w, b, weight_layout=weight_layout) for w, b in ((wq, bq), (wk, bk), (wv, bv)))
     context = attention(
         q.reshape(batch, seq, num_heads, head_dim), k.reshape(batch, seq, kv_heads, head_dim),
         v.reshape(batch, seq, kv_heads, head_dim), causal=causal, scale=scale, mask=_attention_mask(mask),
     )  # fmt: skip
-    y = linear(context.reshape(batch, seq, num_heads * head_dim), wo, bo, residual=x if residual else None)
+    merged, added = context.reshape(batch, seq, num_heads * head_dim), x if residual else None
+    y = linear(merged, wo, bo, residual=added, weight_layout=weight_layout)
     return y if pre_ln else _norm(y, gamma, beta, epsilon)
 
 
 def encoder_layer(
-    x: Array, wq: Array, wk: Array, wv: Array, wo: Array, w1: Array, w2: Array, *,
+    x: Array, wq: Array, wk: Array | None, wv: Array | None, wo: Array, w1: Array, w2: Array, *,
     attention_gamma: Array | None = None, attention_beta: Array | None = None, output_gamma: Array | None = None,
     output_beta: Array | None = None, bq: Array | None = None, bk: Array | None = None, bv: Array | None = None,
     bo: Array | None = None, b1: Array | None = None, b2: Array | None = None, mask: Array | None = None,
     num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True,
-    activation: str = "gelu", epsilon: float = 1e-5, scale: float | None = None,
+    activation: str | None = "gelu", epsilon: float = 1e-5, scale: float | None = None,
+    weight_layout: str = "in_out",
 ) -> Result:  # fmt: skip
     """A transformer encoder layer: the attention block, then the feed-forward block F(u) = act(u w1 + b1) w2 + b2.
 
@@ -61,9 +70,11 @@ def encoder_layer(
     attended = fused_attention(
         x, wq, wk, wv, wo, attention_gamma, attention_beta, bq, bk, bv, bo, mask, num_heads=num_heads,
         head_dim=head_dim, num_kv_heads=num_kv_heads, causal=causal, pre_ln=pre_ln, epsilon=epsilon, scale=scale,
+        weight_layout=weight_layout,
     )  # fmt: skip
     u = _norm(attended, output_gamma, output_beta, epsilon) if pre_ln else attended
-    y = linear(linear(u, w1, b1, activation=activation), w2, b2, residual=attended)
+    inner = linear(u, w1, b1, activation=activation, weight_layout=weight_layout)
+    y = linear(inner, w2, b2, residual=attended, weight_layout=weight_layout)
     return y if pre_ln else _norm(y, output_gamma, output_beta, epsilon)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import cki
+from cki.errors import InvalidArgumentError
 from cki.log import logger
 from tests.compare import assert_close
 from tests.ops.linear_cases import DTYPES, F16, F32, normal
@@ -17,6 +18,26 @@ from tests.ops.norm_cases import plain as plain_norm
 ORDERS = pytest.mark.parametrize("pre_ln", [True, False], ids=["pre_ln", "post_ln"])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 VECTORS = ("gamma", "beta", "bq", "bk", "bv", "bo")
+
+
+class _Launches(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("launch "):
+            self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def launches():
+    handler, level = _Launches(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 class Layer:
@@ -237,6 +258,74 @@ def test_strided_tensors(device):
     )
 
 
+def stored_as_torch_does(layer):
+    """The layer's weights with the two axes exchanged."""
+    return {name: np.ascontiguousarray(value.T) for name, value in layer.weights.items()}
+
+
+@ORDERS
+def test_weights_as_torch_stores_them(device, launches, pre_ln):
+    """weight_layout="out_in" gives the bits of the transposed views, in as many launches."""
+    layer, x = Layer(F16, head_dim=8, kv_heads=1), device.array(input_of(F16))
+    weights = on(device, stored_as_torch_does(layer))
+    options = {**on(device, layer.vectors), **layer.options, "pre_ln": pre_ln}
+    got = cki.encoder_layer(x, *weights.values(), **options, weight_layout="out_in")
+    assert len(launches) == 7
+    views = [w.T for w in weights.values()]
+    assert np.array_equal(device.numpy(got), device.numpy(cki.encoder_layer(x, *views, **options)))
+    truth = cki.reference.encoder_layer(
+        input_of(F16), *stored_as_torch_does(layer).values(), **layer.vectors, **layer.options, pre_ln=pre_ln,
+        weight_layout="out_in",
+    )  # fmt: skip
+    plain = plain_layer(
+        input_of(F16), *layer.weights.values(), **layer.vectors, **layer.options, pre_ln=pre_ln
+    )
+    assert_close(device.numpy(got), truth, plain)
+
+
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_one_weight_for_q_k_and_v(device, launches, layout, kv_heads):
+    layer, x = Layer(F16, kv_heads=kv_heads), input_of(F16)
+    (wq, wk, wv, wo), vectors = layer.block()
+    separate = {**vectors, **layer.options}
+    packed = {**separate, "bq": np.concatenate([vectors.pop(name) for name in ("bq", "bk", "bv")])}
+    del packed["bk"], packed["bv"]
+    weights = (np.concatenate([wq, wk, wv], axis=1), None, None, wo)
+    if layout == "out_in":
+        weights = tuple(None if w is None else np.ascontiguousarray(w.T) for w in weights)
+    on_device = [None if w is None else device.array(w) for w in weights]
+    y = cki.fused_attention(device.array(x), *on_device, **on(device, packed), weight_layout=layout)
+    assert len(launches) == 4
+    truth = cki.reference.fused_attention(x, wq, wk, wv, wo, **separate)
+    repeated = cki.reference.fused_attention(x, *weights, **packed, weight_layout=layout)
+    np.testing.assert_allclose(repeated, truth, rtol=1e-12, atol=1e-12)
+    assert_close(device.numpy(y), truth, plain_block(x, wq, wk, wv, wo, **separate))
+
+
+def test_weights_that_do_not_fit_are_all_named(device):
+    layer, x = Layer(F16), device.array(input_of(F16))
+    (wq, wk, wv, wo), vectors = layer.block()
+    with pytest.raises(InvalidArgumentError) as caught:
+        cki.fused_attention(
+            x, *on(device, [wq, wk]), None, *on(device, [wo[:-1]]), **layer.options, weight_layout="io"
+        )
+    assert caught.value.problems == (
+        "weight_layout is 'io'",
+        "wk is given alone",
+        "wo has shape (47, 48), x has shape (2, 7, 48)",
+    )
+    with pytest.raises(InvalidArgumentError) as caught:
+        cki.fused_attention(
+            x, device.array(wq), None, None, device.array(wo), **on(device, vectors), **layer.options
+        )
+    assert caught.value.problems == (
+        "wq has shape (48, 48), x has shape (2, 7, 48)",
+        "bk is given without wk",
+        "bv is given without wv",
+    )
+
+
 # --- the encoder layer ------------------------------------------------------------------------------------------------
 
 
@@ -279,26 +368,6 @@ def test_nothing_to_compute(device, batch, seq):
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
-
-
-class _Launches(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("launch "):
-            self.lines.append(record.getMessage())
-
-
-@pytest.fixture
-def launches():
-    handler, level = _Launches(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler.lines
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 @ORDERS
