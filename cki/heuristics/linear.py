@@ -93,16 +93,20 @@ def choose_tile(
     fitting = [tile for tile in tiles if tile.shared_memory <= device.shared_memory_per_block]
     if gathered:
         fitting = [tile for tile in fitting if tile.block_m * tile.block_n <= 64 * 64]
+    return min(
+        fitting,
+        key=lambda tile: modelled_time(tile, block_count(tile, rows, columns), depth, itemsize, device),
+    )
+
+
+def modelled_time(tile: Tile, blocks: int, depth: int, itemsize: int, device: DeviceInfo) -> float:
+    """Microseconds of a launch of so many tiles; memory's rate is not in it."""
     stages = max(1, -(-depth * itemsize // STAGE_ROW_BYTES))
-
-    def modelled_time(tile: Tile) -> float:
-        blocks = -(-block_count(tile, rows, columns) // max(device.sm_count, 1))  # on the fullest SM
-        together = min(tile.min_blocks, device.shared_memory_per_block // tile.shared_memory)
-        rounds = [together] * (blocks // together) + [blocks % together]
-        steps = stages + _EDGE_STAGES[together > 1]
-        return steps * sum(max(tile.alone, count * tile.share) for count in rounds if count)
-
-    return min(fitting, key=modelled_time)
+    fullest = -(-blocks // max(device.sm_count, 1))  # blocks of the fullest SM
+    together = min(tile.min_blocks, device.shared_memory_per_block // tile.shared_memory)
+    rounds = [together] * (fullest // together) + [fullest % together]
+    steps = stages + _EDGE_STAGES[together > 1]
+    return steps * sum(max(tile.alone, count * tile.share) for count in rounds if count)
 
 
 def block_count(tile: Tile, rows: int, columns: Sequence[int]) -> int:

@@ -30,10 +30,11 @@ from cki.heuristics.linear import (
     weight_access,
 )
 from cki.heuristics.linear_hopper import HopperTile
+from cki.heuristics.linear_skinny import SkinnyTile
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
-from cki.ops import linear_hopper
+from cki.ops import linear_hopper, linear_skinny
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
@@ -80,16 +81,23 @@ class Part(NamedTuple):
 
 def plan_linear(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
-    activation: str | None = None, weight_layout: str = "in_out", tile: Tile | HopperTile | None = None,
+    activation: str | None = None, weight_layout: str = "in_out", tile: Tile | HopperTile | SkinnyTile | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """Steps of one linear layer over operands (see `linear`).
 
-    tile: instead of the heuristic's choice; a HopperTile selects the kernel for sm_90a, which the heuristics do not
-    select yet.
+    tile: instead of the heuristic's choice.  A SkinnyTile selects the kernel for few rows; a HopperTile the one for
+    sm_90a, which the heuristics do not select yet.
     """
+    access = _access(w, weight_layout)
+    if tile is None:
+        tile = linear_skinny.preferred(x, w, residual, y, device, access)
+    if isinstance(tile, SkinnyTile):
+        return linear_skinny.plan_linear_skinny(
+            x, w, bias, residual, y, device, access, tile, activation=activation
+        )
     if isinstance(tile, HopperTile):
         return linear_hopper.plan_linear_hopper(
-            x, w, bias, residual, y, device, _access(w, weight_layout), tile, activation=activation
+            x, w, bias, residual, y, device, access, tile, activation=activation
         )
     return _plan(x, [Part(w, bias)], residual, y, device, activation, weight_layout, tile)
 
@@ -309,7 +317,7 @@ def representative_specs(arch: str) -> list[KernelSpec]:
 
     bf16 differs from f16 in the instructions of the products alone, so one kernel a tile stands for it.
     """
-    shared_memory = sim_device(arch).shared_memory_per_block
+    device = sim_device(arch)
     along_k, strided = WeightAccess(False, 1024, 1), WeightAccess(False, 1024, 2)
     found: dict[KernelSpec, None] = {}
 
@@ -318,7 +326,7 @@ def representative_specs(arch: str) -> list[KernelSpec]:
 
     for dtype in _TYPES:
         for tile in TILES_FP32 if dtype == dtypes.f32 else TILES_16BIT:
-            if tile.shared_memory > shared_memory:
+            if tile.shared_memory > device.shared_memory_per_block:
                 continue
             full: dict[str, Any] = {"bias": dtype, "residual": True, "activation": "gelu"}
             narrow: dict[str, Any] = {"row_axes": 3, "pair_y": False, "pair_residual": False, **full}
@@ -334,4 +342,4 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     for activation in ACTIVATIONS:
         add(dtypes.f16, TILES_16BIT[0], activation=activation)
     hopper = linear_hopper.representative_specs() if arch == "sm_90a" else []
-    return [*found, *hopper]
+    return [*found, *linear_skinny.representative_specs(arch, device), *hopper]

@@ -1,0 +1,173 @@
+// y[M, N] = act(x[M, K] w[K, N] + bias[N]) + residual[M, N] for few rows (M = 1 to 64), bound by reading w; sm_80 and up.
+//
+// Predicted. The time of a product of few rows is that of w's bytes: an H200 reads 4.5 TB/s, which needs about 40 KB of
+//          requests in flight on each of its 132 SMs. Launch, the first bytes' latency and the finish add 2.2 us. For
+//          M <= 16, 16-bit, N x K: 6144x4096 (50 MB) 13.4 us, 4096x4096 (34 MB) 9.7 us, 28672x4096 (235 MB) 54.4 us,
+//          4096x14336 (117 MB) 28.3 us: 0.88, 0.82, 1.01 and 0.97 of the copy rate, 4.26 TB/s.
+// Why this kernel. The generic one cuts y alone: 64 blocks for N = 4096, half of the SMs. Here the sum over K is cut too,
+//          so that every SM has two blocks whatever N is, and x, which every block reads for itself, is read by few
+//          blocks of many columns instead of many of few.
+//
+// Work.    A cluster of kSplit blocks computes a kBlockM x kBlockN tile of y, each block from its own part of K. In a
+//          block kWarpsN x kWarpsK warps share the columns, and the K steps of every stage: then a stage is a short
+//          chain of dependent instructions, and x's fragments are loaded once.
+// K loop.  A ring of kStages stages in dynamic shared memory, each with 128 bytes of K of w and x, filled by cp.async
+//          kStages - 1 ahead (gemm/tile_load.cuh): with 64 columns and 8 stages, two blocks an SM, 112 KB in flight.
+//          Products are m16n8 with x's rows, zeros below M, as the 16: the tensor cores have time to spare.
+// Sums.    fp32. Parts are added in shared memory over the warps, then over the cluster's blocks through distributed
+//          shared memory, in a fixed order (finish.cuh): the same bits in every run, no workspace, no second launch.
+//          Clusters need sm_90; before it kSplit is 1, and narrow tiles make the blocks.
+// fp32.    3xTF32 (gemm/fragments.cuh), each stage added by a rounded fp32 addition; sums that come out as NaN are
+//          computed again by plain additions (gemm/nonfinite.cuh says why).
+// Overlap. kProgrammatic (sm_90): the launch may begin while the one before it ends. What may have been written by that one
+//          is read only behind griddepcontrol_wait.
+//
+// Layouts. As in gemm/linear.cu: rows of x, residual and y over up to three axes (kRowAxes 1 or 3, extents
+//          rows / extent1 / extent2 outermost first), columns with strides of their own; w is [K, N] with rows along N
+//          (kWeightAlongN) or [N, K] with rows along K, w_stride between rows. All strides in elements.
+//
+// Grid: (ceil(N / kBlockN) * kSplit, ceil(M / kBlockM)), clusters of (kSplit, 1).
+// Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsN, kWarpsK, kStages,
+//   kMinBlocks, kSplit, kProgrammatic, kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX,
+//   kUnitStrideW, kWeightAlongN, kRowAxes, kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
+// Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
+#include "common/convert_element.cuh"
+#include "common/types.cuh"
+#include "gemm/activation.cuh"
+#include "gemm/epilogue.cuh"
+#include "gemm/fragments.cuh"
+#include "gemm/skinny/finish.cuh"
+#include "gemm/tile_load.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/grid_dependency.cuh"
+
+using namespace cki;
+
+constexpr int kThreads = kWarpsN * kWarpsK * 32;
+constexpr int kTilesM = kBlockM / 16;  // m16n8 products of a warp
+constexpr int kTilesN = kBlockN / kWarpsN / 8;
+constexpr int kSteps = gemm::kStepsPerStage / kWarpsK;  // of a stage, for a warp
+constexpr int kStageK = gemm::kTileRowBytes / static_cast<int>(sizeof(Element));
+constexpr int kStageBytes = (kBlockM + kBlockN) * gemm::kTileRowBytes;
+constexpr bool kSumPerStage = sizeof(Element) == 4;
+static_assert(kTilesM * 16 == kBlockM && kTilesN * kWarpsN * 8 == kBlockN, "warps split the columns evenly");
+static_assert(kSteps * kWarpsK == gemm::kStepsPerStage, "warps split a stage's steps evenly");
+static_assert(kTilesN % 2 == 0, "one ldmatrix.x4 brings 16 columns of w");
+static_assert(kStages >= 2, "a stage is filled while another is read");
+
+using Weight = gemm::WeightTile<Element, kBlockN, kWeightAlongN>;
+using Rows = gemm::RowOffset<kRowAxes>;
+using WeightRows = gemm::RowOffset<1>;
+using Sums = float[kTilesM][kTilesN][4];
+
+// sum += the warp's K steps of one stage, for its columns from `column` on.
+__device__ __forceinline__ void add_stage(Sums& sum, const unsigned char* x_tile, const unsigned char* w_tile,
+                                          int first_step, int column) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    u32 a[kTilesM][4];
+    gemm::load_x(a, x_tile, 0, first_step + i);
+#pragma unroll
+    for (int pair = 0; pair < kTilesN / 2; ++pair) {
+      u32 b[2][2];
+      gemm::load_weight<Element, kBlockN, kWeightAlongN>(b, w_tile, column + pair * 16, first_step + i);
+      gemm::add_products(sum, pair * 2, a, b, ElementTag<Element>{});
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    linear_skinny(const Element* x, const Element* w, const Bias* bias, const Element* residual, Element* y, int rows,
+                  int extent1, int extent2, int columns, int depth, i64 x_stride0, i64 x_stride1, i64 x_stride2,
+                  i64 residual_stride0, i64 residual_stride1, i64 residual_stride2, i64 y_stride0, i64 y_stride1,
+                  i64 y_stride2, i64 w_stride, i64 x_column_stride, i64 residual_column_stride, i64 y_column_stride,
+                  i64 w_column_stride, i64 bias_stride) {
+  extern __shared__ __align__(128) unsigned char shared[];
+
+  const int rank = static_cast<int>(blockIdx.x) % kSplit;  // in the cluster: which part of K
+  const int first_column = static_cast<int>(blockIdx.x) / kSplit * kBlockN;
+  const int first_row = static_cast<int>(blockIdx.y) * kBlockM;
+  const int k_tiles = (depth + kStageK - 1) / kStageK;
+  const int first_tile = static_cast<int>(static_cast<i64>(k_tiles) * rank / kSplit);
+  const int tiles = static_cast<int>(static_cast<i64>(k_tiles) * (rank + 1) / kSplit) - first_tile;
+
+  const gemm::Matrix<const Element, Rows> added = {
+      residual, {{residual_stride0, residual_stride1, residual_stride2}, extent1, extent2},
+      kVectorResidual == 2 ? 1 : residual_column_stride};
+  const gemm::Matrix<Element, Rows> result = {
+      y, {{y_stride0, y_stride1, y_stride2}, extent1, extent2}, kVectorY == 2 ? 1 : y_column_stride};
+  const gemm::SkinnyFinish<kBlockM, kBlockN, kWarpsK, kSplit, kThreads> finish = {first_row, rows, first_column, columns,
+                                                                                  rank};
+
+  if constexpr (kProgrammatic) ptx::griddepcontrol_wait();
+
+  const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
+  const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
+  const auto load_stage = [&](int tile) {
+    unsigned char* x_tile = shared + tile % kStages * kStageBytes;
+    unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
+    const int k = (first_tile + tile) * kStageK;
+    gemm::copy_tile<Weight::kRows, Weight::kChunks, kCopyBytesW, Weight::kSwizzle, kThreads>(
+        w_tile, w, w_rows, kUnitStrideW ? 1 : w_column_stride, kWeightAlongN ? k : first_column,
+        kWeightAlongN ? depth : columns, kWeightAlongN ? first_column : k, kWeightAlongN ? columns : depth);
+    gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kThreads>(
+        x_tile, x, x_rows, kUnitStrideX ? 1 : x_column_stride, first_row, rows, k, depth);
+  };
+
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp_column = warp % kWarpsN * (kTilesN * 8);
+  const int warp_k = warp / kWarpsN;
+  Sums sum = {};
+
+  // A group is committed for every stage, also an empty one behind the end: the count of groups then says which stage
+  // has landed.
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < tiles) load_stage(stage);
+    ptx::cp_async_commit_group();
+  }
+  if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
+  // The finish reads these behind the last product, where nothing hides a latency.
+  finish.template prefetch<kHasBias, kHasResidual>(bias, bias_stride, added);
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    ptx::cp_async_wait_group<kStages - 2>();
+    __syncthreads();  // stage `tile` is there for all, and nobody reads the stage that is filled next
+    if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1);
+    ptx::cp_async_commit_group();
+    const unsigned char* x_tile = shared + tile % kStages * kStageBytes;
+    const unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
+    if constexpr (kSumPerStage) {
+      Sums part = {};
+      add_stage(part, x_tile, w_tile, warp_k * kSteps, warp_column);
+#pragma unroll
+      for (int i = 0; i < kTilesM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kTilesN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[i][j][e] += part[i][j][e];
+        }
+      }
+    } else {
+      add_stage(sum, x_tile, w_tile, warp_k * kSteps, warp_column);
+    }
+  }
+
+  // The ring's memory becomes that of the parts: every copy into it has been waited for, every warp has read its last stage.
+  __syncthreads();
+  float* parts = reinterpret_cast<float*>(shared);
+  finish.keep_part(sum, parts, warp_k, warp_column);
+  __syncthreads();
+  const auto plain_dot = [&](int row, int column) {
+    const Element* x_row = x + x_rows(row);
+    const Element* w_column = w + column * (kWeightAlongN ? w_column_stride : w_stride);
+    const i64 w_step = kWeightAlongN ? w_stride : w_column_stride;
+    float dot = 0.0f;
+#pragma unroll 1
+    for (int k = 0; k < depth; ++k) dot = fmaf(to_float(x_row[k * x_column_stride]), to_float(w_column[k * w_step]), dot);
+    return dot;
+  };
+  finish.template write<static_cast<gemm::Activation>(kActivation), kHasBias, kHasResidual, kSumPerStage, kVectorY,
+                        kVectorResidual>(parts, bias, bias_stride, added, result, plain_dot);
+}
