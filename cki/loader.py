@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -22,33 +20,55 @@ import numpy as np
 
 from cki import capture_state, source
 from cki.adapter import Adapter, adapter_of, common_adapter, common_device, stream_handle, type_name
-from cki.arguments import LETTER_MEANING, NUMBERS
+from cki.arguments import LETTER_MEANING
 from cki.constants import checked_constants
-from cki.device import DeviceInfo, cuda_device, current
+from cki.device import DeviceInfo, _current, cuda_device, current
 from cki.dtypes import u64
 from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError
 from cki.kernel import ARCHITECTURES, ConstantValue, KernelSpec
 from cki.launch import Executable, check_geometry, prepare
+from cki.load_arguments import Reader, map_argument, number_word, pointer_problem, reader, signature
+from cki.load_arguments import TensorMap as TensorMap
 from cki.operand import Operand
 from cki.ops.overlap import byte_range
 from cki.plan import Plan, Step, TensorMapArg
 from cki.signature import Parameter, find_entry, parameters_from_letters, parse_parameters
 from cki.tensor import TensorView
 
+#: Of one kernel; at the limit all go.
 _EXECUTABLE_LIMIT = 256
+_KIND_LIMIT = 256
+#: Kinds of arguments that are tried before their signatures are read.
+_RECENT_LIMIT = 8
+
+#: (position, geometry) of each tensor map.
+_Maps = tuple[tuple[int, TensorMapArg], ...]
+#: grid, block, dynamic shared memory, cluster, cooperative.  Sizes are ints, or all three are triples.
+_Geometry = tuple[Any, Any, int, Any, bool]
 
 
-@dataclass(frozen=True)
-class TensorMap:
-    """An argument for a `const __grid_constant__ TensorMap` parameter: a tiled TMA descriptor over a tensor.
+class _Kind:
+    """Arguments of one kind (`cki.load_arguments`): what was found out when they were checked, and their launches."""
 
-    box: extents of the tile that one copy moves, in the order of the tensor's axes, in elements (1 to 256 each).
-    swizzle: 0, 32, 64 or 128 bytes.
-    """
+    __slots__ = (
+        "adapter", "current_stream", "device", "executables", "extents", "is_recurring", "maps", "read",
+    )  # fmt: skip
 
-    tensor: Any
-    box: tuple[int, ...]
-    swizzle: int = 128
+    def __init__(
+        self, adapter: Adapter | None, device: DeviceInfo, maps: _Maps, views: Sequence[TensorView | None]
+    ) -> None:
+        is_sim = device.kind == "sim"
+        self.adapter, self.device, self.maps = adapter, device, maps
+        #: Bytes that each tensor spans, for the simulated device's bounds check; 0 for what is no tensor.
+        self.extents = tuple(0 if view is None else byte_range(view)[1] for view in views) if is_sim else ()
+        self.current_stream: Callable[[], int] = (
+            (lambda: 0) if adapter is None else adapter.stream_reader(-1 if is_sim else device.index)
+        )
+        #: By launch geometry as callers give it.
+        self.executables: dict[_Geometry, Executable] = {}
+        #: Whether such arguments came a second time, and what recognises them since.
+        self.is_recurring = False
+        self.read: Reader | None = None
 
 
 class Kernel:
@@ -57,7 +77,10 @@ class Kernel:
     def __init__(self, spec: KernelSpec, parameters: tuple[Parameter, ...]) -> None:
         self.spec = spec
         self.parameters = parameters
-        self._executables: dict[tuple[Any, ...], Executable] = {}
+        self._executables: dict[Hashable, Executable] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
+        # Of the last few recurring kinds: device choice, recogniser, kind.  The tuple is replaced, never changed.
+        self._recent: tuple[tuple[DeviceInfo | None, Reader, _Kind], ...] = ()
 
     def __repr__(self) -> str:
         listed = ", ".join(f"{LETTER_MEANING[p.letter]} {p.name}" for p in self.parameters)
@@ -81,29 +104,68 @@ class Kernel:
 
         Raises InvalidTypeError, InvalidArgumentError or DeviceError with everything that is wrong, before any launch.
         """
+        if not (grid.__class__ is block.__class__ is smem.__class__ is cluster.__class__ is int):
+            grid, block, cluster = _triple("grid", grid), _triple("block", block), _triple("cluster", cluster)
+            smem = _shared_bytes(smem)
+        geometry = grid, block, smem, cluster, bool(cooperative)
+        handle = None if stream is None else stream_handle(stream)
+        choice = _current.get()
+        finish = None
+        for known_choice, read, known in self._recent:
+            if known_choice is choice:
+                words = read(args)
+                if words is not None:
+                    kind = known
+                    break
+        else:
+            kind, words, finish = self._examine(args, choice, handle)
+        executable = kind.executables.get(geometry) or self._executable(kind, geometry)
+        if handle is None:
+            handle = kind.current_stream()
+        if capture_state.active:
+            capture_state.launch(executable, words, handle, args)
+        else:
+            executable.launch(words, handle)
+        if finish is not None:
+            finish(handle)
+
+    def _examine(
+        self, args: Sequence[Any], choice: DeviceInfo | None, stream: int | None
+    ) -> tuple[_Kind, list[int], Callable[[int], object] | None]:
+        """The kind of arguments that were not recognised, their words, and what the framework does after the launch."""
         if len(args) != len(self.parameters):
             raise InvalidTypeError(
                 f"{self!r} was given {len(args)} arguments, it takes {len(self.parameters)}"
             )
-        named = None if stream is None else stream_handle(stream)
-        adapter, views = self._views(args, named)
+        found = signature(self.parameters, args)
+        if found is not None:
+            known = self._kinds.get((choice, found[0]))
+            if known is not None:
+                self._remember(known, choice, args)
+                return known, found[1], None
+        adapter, views = self._views(args, stream)
         device = _device_of(adapter, views)
-        pointers, maps = self._words(args, views)
-        key = (
-            _triple("grid", grid), _triple("block", block), _shared_bytes(smem), _triple("cluster", cluster),
-            bool(cooperative), device, maps, _extents(device, views),
-        )  # fmt: skip
-        executable = self._executables.get(key) or self._prepare(*key, key=key)
-        handle = named
-        if handle is None:
-            handle = adapter.stream(device.index) if adapter is not None and device.kind == "cuda" else 0
-        if capture_state.active:
-            capture_state.launch(executable, pointers, handle, args)
-        else:
-            executable.launch(pointers, handle)
-        if adapter is not None and not adapter.direct:
-            present = [view for view in views if view is not None]
-            adapter.finish([], present, handle, present[0].device)
+        words, maps = self._words(args, views)
+        kind = _Kind(adapter, device, maps, views)
+        present = [view for view in views if view is not None]
+        # An empty tensor is passed as a null pointer, whatever address it has: it is looked at each time.
+        if found is not None and all(view.ptr for view in present):
+            if len(self._kinds) >= _KIND_LIMIT:
+                self._kinds.clear()
+            self._kinds[choice, found[0]] = kind
+        if adapter is None or adapter.direct:
+            return kind, words, None
+        return kind, words, lambda handle: adapter.finish([], present, handle, present[0].device)
+
+    def _remember(self, kind: _Kind, choice: DeviceInfo | None, args: Sequence[Any]) -> None:
+        """Try this kind first from now on, if its tensors can be recognised."""
+        if not kind.is_recurring:
+            assert kind.adapter is not None
+            kind.read = reader(kind.adapter, self.parameters, args)
+            kind.is_recurring = True
+        if kind.read is not None:
+            others = [known for known in self._recent if known[2] is not kind]
+            self._recent = ((choice, kind.read, kind), *others)[:_RECENT_LIMIT]
 
     def _views(
         self, args: Sequence[Any], stream: int | None
@@ -134,53 +196,67 @@ class Kernel:
             return adapter, list(adapter.begin(names, tensors, stream))
         return adapter, [None if tensor is None else adapter.view(tensor) for tensor in tensors]
 
-    def _words(
-        self, args: Sequence[Any], views: Sequence[TensorView | None]
-    ) -> tuple[list[int], tuple[tuple[int, TensorMapArg], ...]]:
+    def _words(self, args: Sequence[Any], views: Sequence[TensorView | None]) -> tuple[list[int], _Maps]:
         """The 64-bit word of each argument, and the tensor maps (position, geometry)."""
         words, maps, problems = [], [], []
         for position, (parameter, arg, view) in enumerate(zip(self.parameters, args, views)):
             word, problem = 0, ""
             if parameter.letter == "P":
-                problem = _pointer_problem(parameter, arg, view)
+                problem = pointer_problem(parameter, arg, view)
             elif parameter.letter == "T":
                 if isinstance(arg, TensorMap) and view is not None:
-                    maps.append((position, _map_argument(f"argument{position}", arg, view)))
+                    maps.append((position, map_argument(f"argument{position}", arg, view)))
                 else:
                     problem = f"{parameter.name} is {type_name(type(arg))}, not a cki.TensorMap"
             else:
-                word, problem = _number(parameter, arg)
+                word, problem = number_word(parameter, arg)
             words.append(view.ptr if view is not None else word)
             problems += [problem] if problem else []
         if problems:
             raise InvalidArgumentError(f"{self.spec.entry}: invalid arguments", problems)
         return words, tuple(maps)
 
-    def _prepare(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], smem: int, cluster: tuple[int, int, int],
-        cooperative: bool, device: DeviceInfo, maps: tuple[tuple[int, TensorMapArg], ...], extents: tuple[int, ...], *,
-        key: tuple[Any, ...],
-    ) -> Executable:  # fmt: skip
-        # Numbers travel like addresses, as a word that each call writes: the kernel reads its low bytes.
-        slots = [f"argument{position}" for position in range(len(self.parameters))]
-        map_of = dict(maps)
-        args = tuple(map_of.get(i) or Operand(slot, (1,), (1,), u64) for i, slot in enumerate(slots))
-        letters = "".join("T" if i in map_of else "P" for i in range(len(slots)))
-        spec = KernelSpec(self.spec.source, self.spec.entry, self.spec.constants, letters, self.spec.archs)
-        step = Step(spec, grid, block, args, smem, cluster, cooperative, reason="launched by the user")
-        problems = check_geometry(step, device)
-        if problems:
-            raise InvalidArgumentError(f"{self.spec.entry} cannot be launched so on {device}", problems)
-        executable = prepare(Plan((step,)), device, slots, extents)
-        if len(self._executables) >= _EXECUTABLE_LIMIT:
-            self._executables.clear()
-        self._executables[key] = executable
+    def _executable(self, kind: _Kind, given: _Geometry) -> Executable:
+        """The launch of this geometry on arguments of this kind; kinds share it where it does not depend on tensors."""
+        grid, block, cluster = (
+            _triple("grid", given[0]),
+            _triple("block", given[1]),
+            _triple("cluster", given[3]),
+        )
+        key = grid, block, given[2], cluster, given[4], kind.device, kind.maps, kind.extents
+        executable = self._executables.get(key)
+        if executable is None:
+            # Numbers travel like addresses, as a word that each call writes: the kernel reads its low bytes.
+            slots = [f"argument{position}" for position in range(len(self.parameters))]
+            map_of = dict(kind.maps)
+            args = tuple(map_of.get(i) or Operand(slot, (1,), (1,), u64) for i, slot in enumerate(slots))
+            letters = "".join("T" if i in map_of else "P" for i in range(len(slots)))
+            spec = KernelSpec(
+                self.spec.source, self.spec.entry, self.spec.constants, letters, self.spec.archs
+            )
+            step = Step(spec, grid, block, args, given[2], cluster, given[4], reason="launched by the user")
+            problems = check_geometry(step, kind.device)
+            if problems:
+                raise InvalidArgumentError(
+                    f"{self.spec.entry} cannot be launched so on {kind.device}", problems
+                )
+            executable = prepare(Plan((step,)), kind.device, slots, kind.extents)
+            if len(self._executables) >= _EXECUTABLE_LIMIT:
+                self._executables.clear()
+            self._executables[key] = executable
+        if len(kind.executables) >= _EXECUTABLE_LIMIT:
+            kind.executables.clear()
+        kind.executables[given] = executable
         return executable
 
 
 def _triple(name: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
-    if type(sizes) is int:  # nearly always
+    if type(sizes) is int:
         return sizes, 1, 1
+    if type(sizes) is tuple and 1 <= len(sizes) <= 3:
+        x, y, z = (*sizes, 1, 1)[:3]
+        if x.__class__ is y.__class__ is z.__class__ is int:
+            return x, y, z
     is_listed = isinstance(sizes, Sequence) or (isinstance(sizes, np.ndarray) and sizes.ndim == 1)
     given: tuple[Any, ...] = tuple(sizes) if is_listed else (sizes,)  # type: ignore[arg-type]
     if not all(_is_integer(size) for size in given):
@@ -218,55 +294,6 @@ def _device_of(adapter: Adapter | None, views: Sequence[TensorView | None]) -> D
         f"the tensors lie in memory of device {place}, but the current device is {wanted.kind}",
         hint='CPU tensors run on the simulated device: `with cki.device("sim"):` or CKI_DEVICE=sim',
     )
-
-
-def _extents(device: DeviceInfo, views: Sequence[TensorView | None]) -> tuple[int, ...]:
-    """Bytes that each tensor spans, for the simulated device's bounds check; 0 for what is no tensor."""
-    if device.kind != "sim":
-        return ()
-    return tuple(0 if view is None else byte_range(view)[1] for view in views)
-
-
-def _pointer_problem(parameter: Parameter, arg: Any, view: TensorView | None) -> str:
-    if arg is None:
-        return ""
-    if isinstance(arg, TensorMap) or view is None:
-        return f"{parameter.name} is {type_name(type(arg))}, the kernel takes a tensor (or None)"
-    if parameter.element is not None and parameter.element != view.dtype:
-        return f"{parameter.name} is a {view.dtype} tensor, the kernel takes {parameter.element}*"
-    if view.ptr % view.dtype.itemsize:
-        return f"{parameter.name} lies at no multiple of its element size {view.dtype.itemsize}"
-    return ""
-
-
-def _number(parameter: Parameter, arg: Any) -> tuple[int, str]:
-    """A number as the 64-bit word that holds it in its exact type; or why it does not fit."""
-    letter, meaning = parameter.letter, LETTER_MEANING[parameter.letter]
-    if isinstance(arg, (bool, np.bool_)) or not isinstance(arg, (int, float, np.integer, np.floating)):
-        return 0, f"{parameter.name} is {type_name(type(arg))}, the kernel takes {meaning}"
-    if letter not in "fd":
-        if not isinstance(arg, (int, np.integer)):
-            return 0, f"{parameter.name} is {arg!r}, the kernel takes {meaning}: int() rounds it"
-        value: int | float = int(arg)
-    else:
-        value = float(arg)
-    try:
-        packed = struct.pack(NUMBERS[letter], value)
-    except (struct.error, OverflowError):
-        return 0, f"{parameter.name} is {arg!r}, out of range of {meaning}"
-    return int.from_bytes(packed, "little"), ""
-
-
-def _map_argument(slot: str, arg: TensorMap, view: TensorView) -> TensorMapArg:
-    itemsize = view.dtype.itemsize
-    if len(arg.box) != view.ndim or (view.ndim and view.strides[-1] != 1):
-        raise InvalidArgumentError(
-            f"a tensor map over shape {view.shape}, strides {view.strides} with box {arg.box}",
-            hint="one box size for each axis, and a last axis of stride 1",
-        )
-    operand = Operand(slot, view.shape, view.strides, view.dtype)
-    strides = tuple(stride * itemsize for stride in view.strides[-2::-1])
-    return TensorMapArg(operand, view.shape[::-1], strides, tuple(arg.box)[::-1], arg.swizzle)
 
 
 def load(
