@@ -21,7 +21,7 @@ from cki.kernel import ConstantValue, KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.pointwise_rules import FLOATS, check_floats, check_like, check_rows, check_vector
-from cki.ops.row_arguments import last_stride, row_arguments
+from cki.ops.row_arguments import is_stepped, last_stride, row_arguments
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import NullPointer, Plan, Step
 
@@ -112,7 +112,7 @@ def plan_gated_activation(
     """Steps of one gated activation over operands (see `gated_activation`)."""
     width = y.shape[-1]
     size = vector_size([t for t in (x, y, bias) if t is not None], width)
-    stepped = _stepped(x, y, bias)
+    stepped = is_stepped(x, y, bias)
     steps = []
     for batch in row_batches([x, y]):
         config = tile_config(batch.rows, width, size, 2, device, min_blocks=5 if bias is None else 4)
@@ -138,7 +138,7 @@ def plan_bias_activation(
     """Steps of one activation over operands (see `bias_activation`)."""
     width = x.shape[-1]
     size = vector_size([t for t in (x, multiplier, y, bias) if t is not None], width)
-    stepped = _stepped(x, multiplier, y, bias)
+    stepped = is_stepped(x, multiplier, y, bias)
     inputs = 1 if multiplier is None else 2
     steps = []
     for batch in row_batches([t for t in (x, multiplier, y) if t is not None]):
@@ -157,11 +157,6 @@ def plan_bias_activation(
             reason=_reason(batch.rows, width, config),
         ))  # fmt: skip
     return tuple(steps)
-
-
-def _stepped(*tensors: Operand | None) -> bool:
-    """Whether elements of a row lie apart in any tensor."""
-    return any(t is not None and t.shape[-1] > 1 and t.strides[-1] != 1 for t in tensors)
 
 
 def _reason(rows: int, width: int, config: TileConfig) -> str:

@@ -14,7 +14,7 @@ def check_floats(problem: Problem, *names: str) -> None:
     for name in names:
         tensor = problem.get(name)
         if tensor is not None and tensor.dtype not in FLOATS:
-            problem.reject(f"{name} is {tensor.dtype}", f"{name} of f32, f16 or bf16")
+            problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of f32, f16 or bf16")
 
 
 def check_rows(problem: Problem, x: Operand, widest: int) -> bool:
@@ -48,4 +48,17 @@ def check_like(problem: Problem, name: str, x: Operand) -> None:
             f"{name} has shape {tensor.shape}, x has shape {x.shape}", f"{name} of shape {x.shape}"
         )
     if tensor.dtype != x.dtype:
-        problem.reject(f"{name} is {tensor.dtype}, x is {x.dtype}", f"{name} of {x.dtype}")
+        problem.reject_type(f"{name} is {tensor.dtype}, x is {x.dtype}", f"{name} of {x.dtype}")
+
+
+def broadcast_to(tensor: Operand, shape: tuple[int, ...]) -> Operand | None:
+    """The tensor under NumPy's broadcasting, with stride 0 along repeated axes; None where its shape does not fit."""
+    missing = len(shape) - tensor.ndim
+    if missing < 0:
+        return None
+    strides = [0] * missing
+    for extent, own, stride in zip(shape[missing:], tensor.shape, tensor.strides):
+        if own not in (1, extent):
+            return None
+        strides.append(stride if own == extent and extent > 1 else 0)
+    return tensor.view(shape, tuple(strides))

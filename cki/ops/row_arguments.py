@@ -33,3 +33,8 @@ def row_arguments(
 def last_stride(tensor: Operand | None) -> int:
     """Elements between neighbours of the last axis; 0 for an absent tensor."""
     return 0 if tensor is None else tensor.strides[-1]
+
+
+def is_stepped(*tensors: Operand | None) -> bool:
+    """Whether elements of a row lie apart in any tensor."""
+    return any(t is not None and t.shape[-1] > 1 and t.strides[-1] != 1 for t in tensors)
