@@ -305,7 +305,7 @@ def test_one_weight_for_q_k_and_v(device, launches, layout, kv_heads):
 
 def test_weights_that_do_not_fit_are_all_named(device):
     layer, x = Layer(F16), device.array(input_of(F16))
-    (wq, wk, wv, wo), vectors = layer.block()
+    (wq, wk, _, wo), vectors = layer.block()
     with pytest.raises(InvalidArgumentError) as caught:
         cki.fused_attention(
             x, *on(device, [wq, wk]), None, *on(device, [wo[:-1]]), **layer.options, weight_layout="io"

@@ -1,0 +1,68 @@
+"""What an encoder makes of its inputs before the first layer: a dense padding mask, and RoBERTa's positions.
+
+Both are single small launches, planned into the whole model's plan (`cki.ops.encoder_model`).
+"""
+
+from __future__ import annotations
+
+from cki import dtypes
+from cki.dtypes import DType
+from cki.kernel import KernelSpec, kernel_spec
+from cki.operand import Operand
+from cki.plan import NullPointer, Step
+
+#: Element types of a mask [batch, seq] and of lengths [batch].
+MASK_TYPES = (dtypes.bool_, dtypes.u8, dtypes.i8, dtypes.i32, dtypes.i64)
+LENGTH_TYPES = (dtypes.i32, dtypes.i64)
+_THREADS = 256
+_MAX_BLOCKS = 1 << 16
+
+
+def plan_padding_mask(source: Operand | None, out: Operand) -> tuple[Step, ...]:
+    """out [batch, seq] of u8: 1 where a token is kept.
+
+    source: a mask [batch, seq] of MASK_TYPES, lengths [batch] of LENGTH_TYPES, or None, which keeps all.
+    """
+    batch, length = out.shape
+    is_lengths = source is not None and source.ndim == 1
+    if source is None:
+        strides = (0, 0)
+    else:
+        strides = (source.strides[0], 0) if is_lengths else (source.strides[0], source.strides[1])
+    kernel = mask_kernel(None if source is None else source.dtype, lengths=is_lengths)
+    blocks = min(_MAX_BLOCKS, -(-batch * length // _THREADS))
+    arguments = (source or NullPointer(), out, batch * length, length, *strides)
+    return (Step(kernel, (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=f"{batch} x {length} tokens"),)
+
+
+def plan_token_positions(ids: Operand, out: Operand, padding_id: int) -> tuple[Step, ...]:
+    """out [batch, seq] of i32: the position of each token by RoBERTa's rule.  ids: [batch, seq] of i32 or i64."""
+    batch, length = ids.shape
+    blocks = min(_MAX_BLOCKS, -(-batch // (_THREADS // 32)))
+    arguments = (ids, out, batch, length, padding_id, *ids.strides)
+    reason = f"a warp for each of {batch} sequences"
+    return (Step(positions_kernel(ids.dtype), (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),)
+
+
+def mask_kernel(source: DType | None, *, lengths: bool = False) -> KernelSpec:
+    """The kernel for a source of that type, or for none."""
+    return kernel_spec(
+        "embedding/padding_mask.cu", "padding_mask", "PPqiqq", max_registers=32, Source=source or dtypes.u8,
+        kHasSource=source is not None, kSourceIsLengths=lengths, kThreads=_THREADS, kMinBlocks=4,
+    )  # fmt: skip
+
+
+def positions_kernel(index: DType) -> KernelSpec:
+    """The kernel for ids of that type."""
+    return kernel_spec(
+        "embedding/token_positions.cu", "token_positions", "PPiiiqq", max_registers=40, Index=index,
+        kThreads=_THREADS, kMinBlocks=4,
+    )  # fmt: skip
+
+
+def representative_specs(arch: str) -> list[KernelSpec]:
+    """Every kernel of this file."""
+    del arch  # the same for all
+    masks = [mask_kernel(None), *(mask_kernel(dtype) for dtype in MASK_TYPES)]
+    lengths = [mask_kernel(dtype, lengths=True) for dtype in LENGTH_TYPES]
+    return [*masks, *lengths, *(positions_kernel(dtype) for dtype in LENGTH_TYPES)]
