@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import numpy as np
@@ -11,6 +12,7 @@ import cki
 from cki.adapter import adapter_of
 from cki.ops import call as call_module
 from cki.ops.match import Guard, matcher
+from cki.ops.norm import RMS_NORM
 
 torch = pytest.importorskip("torch")
 
@@ -121,6 +123,22 @@ def test_recent_problems_are_found_again_and_give_the_same_bits(monkeypatch):
         out = torch.empty(3, 24)
         assert cki.rms_norm(x[0], out=out) is out
         assert cki.rms_norm(x[0], out=out) is out and torch.equal(out, first[0])
+
+
+@pytest.mark.torch
+def test_a_variant_of_an_operation_has_problems_of_its_own():
+    """Benchmarks plan one operation in several ways under its name."""
+    planned = []
+
+    def plan(problem, outputs, device):
+        planned.append(problem)
+        return RMS_NORM.plan(problem, outputs, device)
+
+    variant, x = dataclasses.replace(RMS_NORM, plan=plan), torch.randn(3, 40)
+    with cki.device("sim"):
+        for spec in (RMS_NORM, variant, RMS_NORM, variant):
+            call_module.call(spec, (x, None, None), (1e-6, 0.0, "rounded"), (None, None))
+    assert len(planned) == 1
 
 
 @pytest.mark.torch

@@ -29,8 +29,9 @@ _RECENT_LIMIT = 8
 
 
 _entries: dict[tuple[Any, ...], Entry] = {}
-# By operation: attributes, device choice, and the entry's recogniser.  Tuples are replaced, never changed.
-_recent: dict[str, tuple[tuple[tuple[Any, ...], Any, Matcher, Entry], ...]] = {}
+# By identity of the OpSpec, which its entries keep alive (variants of one operation may share a name): attributes, device
+# choice, and the entry's recogniser.  Tuples are replaced, never changed.
+_recent: dict[int, tuple[tuple[tuple[Any, ...], Any, Matcher, Entry], ...]] = {}
 _write_lock = threading.Lock()
 
 
@@ -52,7 +53,7 @@ def call(
     """
     tensors = inputs + outs
     if stream is None:
-        for known_attributes, choice, match, entry in _recent.get(spec.name, ()):
+        for known_attributes, choice, match, entry in _recent.get(id(spec), ()):
             if known_attributes == attributes and choice is _current.get():
                 pointers = match(tensors)
                 if pointers is not None:
@@ -75,14 +76,14 @@ def call(
 
 def _remember(entry: Entry, tensors: tuple[Any, ...], attributes: tuple[Any, ...]) -> None:
     """Try this problem first from now on, if its tensors can be recognised."""
-    name, choice = entry.spec.name, _current.get()
-    if not entry.adapter.direct or any(known is entry for *_, known in _recent.get(name, ())):
+    key, choice = id(entry.spec), _current.get()
+    if not entry.adapter.direct or any(known is entry for *_, known in _recent.get(key, ())):
         return
     match = entry.recogniser(tensors)
     if match is None:
         return
     with _write_lock:
-        _recent[name] = ((attributes, choice, match, entry), *_recent.get(name, ()))[:_RECENT_LIMIT]
+        _recent[key] = ((attributes, choice, match, entry), *_recent.get(key, ()))[:_RECENT_LIMIT]
 
 
 def tensor_names(spec: OpSpec) -> list[str]:
