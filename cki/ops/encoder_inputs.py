@@ -9,7 +9,7 @@ from cki import dtypes
 from cki.dtypes import DType
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
-from cki.plan import NullPointer, Step
+from cki.plan import ArgumentValue, NullPointer, Step
 
 #: Element types of a mask [batch, seq] and of lengths [batch].
 MASK_TYPES = (dtypes.bool_, dtypes.u8, dtypes.i8, dtypes.i32, dtypes.i64)
@@ -31,7 +31,7 @@ def plan_padding_mask(source: Operand | None, out: Operand) -> tuple[Step, ...]:
         strides = (source.strides[0], 0) if is_lengths else (source.strides[0], source.strides[1])
     kernel = mask_kernel(None if source is None else source.dtype, lengths=is_lengths)
     blocks = min(_MAX_BLOCKS, -(-batch * length // _THREADS))
-    arguments = (source or NullPointer(), out, batch * length, length, *strides)
+    arguments: tuple[ArgumentValue, ...] = (source or NullPointer(), out, batch * length, length, *strides)
     return (Step(kernel, (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=f"{batch} x {length} tokens"),)
 
 
