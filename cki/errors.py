@@ -32,7 +32,7 @@ class InvalidArgumentError(CkiError, ValueError):
 
 
 class InvalidTypeError(CkiError, TypeError):
-    """An argument is of a type or dtype that no kernel takes."""
+    """An argument is of a type or dtype that no kernel takes (whatever else is wrong: `problems` lists that too)."""
 
     def __init__(self, summary: str, problems: Sequence[str] = (), hint: str = "") -> None:
         super().__init__(_describe(summary, problems, hint))

@@ -23,6 +23,7 @@ from cki.arguments import LETTER_MEANING, NUMBERS
 from cki.errors import InvalidArgumentError
 from cki.operand import Operand
 from cki.ops.match import matcher
+from cki.ops.spec import Problem
 from cki.plan import TensorMapArg
 from cki.signature import Parameter
 from cki.tensor import TensorView
@@ -47,31 +48,38 @@ class TensorMap:
     swizzle: int = 128
 
 
-def pointer_problem(parameter: Parameter, arg: Any, view: TensorView | None) -> str:
-    """Why an argument cannot be passed for a pointer, or ""."""
+def check_pointer(parameter: Parameter, arg: Any, view: TensorView | None, problem: Problem) -> None:
+    """Note why an argument cannot be passed for a pointer."""
     if arg is None:
-        return ""
+        return
     if isinstance(arg, TensorMap) or view is None:
-        return f"{parameter.name} is {type_name(type(arg))}, the kernel takes a tensor (or None)"
+        problem.reject_type(
+            f"{parameter.name} is {type_name(type(arg))}, the kernel takes a tensor (or None)"
+        )
+        return
     if parameter.element is not None and parameter.element != view.dtype:
-        return f"{parameter.name} is a {view.dtype} tensor, the kernel takes {parameter.element}*"
+        problem.reject_type(
+            f"{parameter.name} is a {view.dtype} tensor, the kernel takes {parameter.element}*"
+        )
     if view.ptr % view.dtype.itemsize:
-        return f"{parameter.name} lies at no multiple of its element size {view.dtype.itemsize}"
-    return ""
+        problem.reject(f"{parameter.name} lies at no multiple of its element size {view.dtype.itemsize}")
 
 
-def number_word(parameter: Parameter, arg: Any) -> tuple[int, str]:
-    """A number as the 64-bit word that holds it in its exact type; or why it does not fit."""
+def number_word(parameter: Parameter, arg: Any, problem: Problem) -> int:
+    """A number as the 64-bit word that holds it in its exact type; 0, and a note why, when it does not fit."""
     letter, meaning = parameter.letter, LETTER_MEANING[parameter.letter]
     if isinstance(arg, (bool, np.bool_)) or not isinstance(arg, (int, float, np.integer, np.floating)):
-        return 0, f"{parameter.name} is {type_name(type(arg))}, the kernel takes {meaning}"
+        problem.reject_type(f"{parameter.name} is {type_name(type(arg))}, the kernel takes {meaning}")
+        return 0
     if letter not in "fd" and not isinstance(arg, (int, np.integer)):
-        return 0, f"{parameter.name} is {arg!r}, the kernel takes {meaning}: int() rounds it"
+        problem.reject_type(f"{parameter.name} is {arg!r}, the kernel takes {meaning}: int() rounds it")
+        return 0
     try:
         packed = struct.pack(NUMBERS[letter], float(arg) if letter in "fd" else int(arg))
     except (struct.error, OverflowError):
-        return 0, f"{parameter.name} is {arg!r}, out of range of {meaning}"
-    return int.from_bytes(packed, "little"), ""
+        problem.reject(f"{parameter.name} is {arg!r}, out of range of {meaning}")
+        return 0
+    return int.from_bytes(packed, "little")
 
 
 def map_argument(slot: str, arg: TensorMap, view: TensorView) -> TensorMapArg:
@@ -96,11 +104,10 @@ def signature(parameters: Sequence[Parameter], args: Sequence[Any]) -> tuple[Has
     key: list[Any] = []
     words: list[int] = []
     adapter: Adapter | None = None
+    problem = Problem({}, {})
     for parameter, arg in zip(parameters, args):
         if parameter.letter not in "PT":
-            word, problem = number_word(parameter, arg)
-            if problem:
-                return None
+            word = number_word(parameter, arg, problem)
             key.append(type(arg))
         elif arg is None:
             word = 0
@@ -121,7 +128,7 @@ def signature(parameters: Sequence[Parameter], args: Sequence[Any]) -> tuple[Has
             word, described = found.signature(tensor)
             key.append(described)
         words.append(word)
-    return None if adapter is None else ((adapter, *key), words)
+    return None if adapter is None or problem.violations else ((adapter, *key), words)
 
 
 def reader(adapter: Adapter, parameters: Sequence[Parameter], args: Sequence[Any]) -> Reader | None:

@@ -27,10 +27,11 @@ from cki.dtypes import u64
 from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError
 from cki.kernel import ARCHITECTURES, ConstantValue, KernelSpec
 from cki.launch import Executable, check_geometry, prepare
-from cki.load_arguments import Reader, map_argument, number_word, pointer_problem, reader, signature
+from cki.load_arguments import Reader, check_pointer, map_argument, number_word, reader, signature
 from cki.load_arguments import TensorMap as TensorMap
 from cki.operand import Operand
 from cki.ops.overlap import byte_range
+from cki.ops.spec import Problem
 from cki.plan import Plan, Step, TensorMapArg
 from cki.signature import Parameter, find_entry, parameters_from_letters, parse_parameters
 from cki.tensor import TensorView
@@ -198,22 +199,21 @@ class Kernel:
 
     def _words(self, args: Sequence[Any], views: Sequence[TensorView | None]) -> tuple[list[int], _Maps]:
         """The 64-bit word of each argument, and the tensor maps (position, geometry)."""
-        words, maps, problems = [], [], []
+        words, maps, problem = [], [], Problem({}, {})
         for position, (parameter, arg, view) in enumerate(zip(self.parameters, args, views)):
-            word, problem = 0, ""
+            word = 0
             if parameter.letter == "P":
-                problem = pointer_problem(parameter, arg, view)
+                check_pointer(parameter, arg, view, problem)
             elif parameter.letter == "T":
                 if isinstance(arg, TensorMap) and view is not None:
                     maps.append((position, map_argument(f"argument{position}", arg, view)))
                 else:
-                    problem = f"{parameter.name} is {type_name(type(arg))}, not a cki.TensorMap"
+                    problem.reject_type(f"{parameter.name} is {type_name(type(arg))}, not a cki.TensorMap")
             else:
-                word, problem = number_word(parameter, arg)
+                word = number_word(parameter, arg, problem)
             words.append(view.ptr if view is not None else word)
-            problems += [problem] if problem else []
-        if problems:
-            raise InvalidArgumentError(f"{self.spec.entry}: invalid arguments", problems)
+        if problem.violations:
+            raise problem.refusal(f"{self.spec.entry}: invalid arguments")
         return words, tuple(maps)
 
     def _executable(self, kind: _Kind, given: _Geometry) -> Executable:

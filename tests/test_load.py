@@ -159,7 +159,7 @@ def test_bad_arguments_are_all_named_before_any_launch(device: DeviceUnderTest) 
     kernel = cki.load(SCALE, constants={"kBlock": 128})
     x = device.array(X.astype(np.float64))
     y = device.empty(X.shape, np.float32)
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidTypeError) as caught:
         kernel(8, 128, x, y, "2.5", 1.5)
     text = str(caught.value)
     for words in ("x is a f64 tensor, the kernel takes f32*", "factor is str", "n is 1.5"):
@@ -169,7 +169,7 @@ def test_bad_arguments_are_all_named_before_any_launch(device: DeviceUnderTest) 
         kernel(8, 128, y, y, 2.5)
     with pytest.raises(InvalidArgumentError, match="out of range of long long"):
         kernel(8, 128, y, y, 2.5, 2**63)
-    with pytest.raises(InvalidArgumentError, match="n is bool"):
+    with pytest.raises(InvalidTypeError, match="n is bool"):
         kernel(8, 128, y, y, 2.5, True)
     with pytest.raises(InvalidArgumentError, match="2048 threads"):
         kernel(8, 2048, y, y, 2.5, 1)

@@ -15,6 +15,7 @@ from cki.adapter import adapter_of
 from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError, SimulationError
 from cki.load_arguments import TensorMap, number_word, reader, signature
 from cki.loader import Kernel
+from cki.ops.spec import Problem
 from cki.signature import Parameter
 
 torch = pytest.importorskip("torch")
@@ -94,13 +95,13 @@ def test_another_geometry(seen: Seen, grid: Any) -> None:
 
 def bad_arguments() -> list[tuple[type[Exception], str, Any]]:
     return [
-        (InvalidArgumentError, "n is bool", lambda x, y: (x, y, 2.0, True)),
-        (InvalidArgumentError, "n is 200.0", lambda x, y: (x, y, 2.0, 200.0)),
+        (InvalidTypeError, "n is bool", lambda x, y: (x, y, 2.0, True)),
+        (InvalidTypeError, "n is 200.0", lambda x, y: (x, y, 2.0, 200.0)),
         (InvalidArgumentError, "n is 2147483648, out of range of int", lambda x, y: (x, y, 2.0, 2**31)),
         (InvalidArgumentError, "factor is 1e[+]300, out of range of float", lambda x, y: (x, y, 1e300, 200)),
         (InvalidArgumentError, "factor is 1000*, out of range of float", lambda x, y: (x, y, 10**400, 200)),
-        (InvalidArgumentError, "factor is str", lambda x, y: (x, y, "2", 200)),
-        (InvalidArgumentError, "x is a f64 tensor", lambda x, y: (x.double(), y, 2.0, 200)),
+        (InvalidTypeError, "factor is str", lambda x, y: (x, y, "2", 200)),
+        (InvalidTypeError, "x is a f64 tensor", lambda x, y: (x.double(), y, 2.0, 200)),
         (InvalidTypeError, "y requires grad", lambda x, y: (x, y.requires_grad_(), 2.0, 200)),
         (InvalidTypeError, "x is a lazy negation", lambda x, y: (x._neg_view(), y, 2.0, 200)),
         (InvalidTypeError, "different frameworks", lambda x, y: (x.numpy(), y, 2.0, 200)),
@@ -177,8 +178,9 @@ def test_a_recognised_number_has_the_word_of_an_examined_one(letter: str, value:
     parameters = (Parameter("x", "P"), Parameter("value", letter))
     x = torch.zeros(4)
     read = reader(adapter_of(x), parameters, (x, type(value)(1)))
-    word, problem = number_word(parameters[1], value)
-    assert not problem and read is not None
+    problem = Problem({}, {})
+    word = number_word(parameters[1], value, problem)
+    assert not problem.violations and read is not None
     assert read((x, value)) == [x.data_ptr(), word]
     plain = float(value) if letter in "fd" else int(value)
     assert word.to_bytes(8, "little").startswith(struct.pack("<" + letter, plain))

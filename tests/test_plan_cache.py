@@ -85,7 +85,7 @@ def refused(kind: type[CkiError], **kwargs: object) -> str:
 
 
 def test_every_broken_rule_is_listed() -> None:
-    text = refused(InvalidArgumentError, x=X.astype(np.float64).T, other=X, factor=float("nan"), steps=True)
+    text = refused(InvalidTypeError, x=X.astype(np.float64).T, other=X, factor=float("nan"), steps=True)
     for rule in (
         "x is f64",
         "x has strides",
@@ -97,8 +97,26 @@ def test_every_broken_rule_is_listed() -> None:
     assert "a contiguous x" in text
 
 
+@pytest.mark.parametrize(
+    "dtype", [np.float64, np.float16, np.int32, np.int64, np.complex64, bool, "S4", ">f4"]
+)
+def test_a_wrong_dtype_is_a_wrong_type_whatever_else_is_wrong(dtype: object) -> None:
+    x = np.zeros((8, 125), dtype)  # type: ignore[call-overload]
+    for options in ({}, {"factor": float("nan")}, {"other": X[:3]}):
+        assert "x is " in refused(InvalidTypeError, x=x, **options)
+    assert "out is " in refused(InvalidTypeError, x=X, out=x)
+
+
+def test_an_attribute_of_a_wrong_type_or_value() -> None:
+    for options in ({"factor": "2"}, {"factor": (1.0,)}, {"steps": 2.5}, {"steps": None}):
+        for tensors in ({"x": X}, {"x": X, "other": X[:3]}, {"x": X.astype(np.complex64)}):
+            assert f"{next(iter(options))} is" in refused(InvalidTypeError, **tensors, **options)
+    for factor in (float("inf"), -1e39, 10**400):
+        assert "factor is" in refused(InvalidArgumentError, x=X, factor=factor)
+
+
 def test_out_of_wrong_shape_and_dtype() -> None:
-    text = refused(InvalidArgumentError, x=X, out=np.zeros((3, 3)))
+    text = refused(InvalidTypeError, x=X, out=np.zeros((3, 3)))
     assert "out has shape (3, 3)" in text
     assert "out of shape (8, 125)" in text
     assert "out of dtype f32" in text

@@ -35,7 +35,7 @@ def step(x: Operand, y: Operand, factor: float, offset: float) -> Step:
 def _check(problem: Problem) -> None:
     x, other = problem["x"], problem.get("other")
     if x.dtype != dtypes.f32:
-        problem.reject(f"x is {x.dtype}", "x of f32")
+        problem.reject_type(f"x is {x.dtype}", "x of f32")
     if not x.is_contiguous():
         problem.reject(f"x has strides {x.strides}", "a contiguous x")
     if other is not None and other.shape != x.shape:

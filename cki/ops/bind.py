@@ -3,6 +3,9 @@
 Every violated rule is collected before an error is raised, in two stages: what makes a tensor unreadable at all
 (framework, dtype, device, gradients) and attribute types come first, because the operation's own rules need
 readable tensors; then the operation's rules and the caller's `out=` tensors.
+
+The error is an InvalidTypeError when any type or dtype is wrong, whatever else is: values mean little before types are
+right, and Python itself tests types first.  Otherwise it is an InvalidArgumentError (or a DeviceError).
 """
 
 from __future__ import annotations
@@ -64,12 +67,13 @@ def bind(
     written = {*out_names, *(item.name for item in spec.inputs if item.written)}
     device, views = _readable(spec, adapter, tensors, written, attributes)
 
-    values, problems = _attribute_values(spec, attributes)
+    values, wrong_types, wrong_values = _attribute_values(spec, attributes)
     operands = {name: _operand(name, views[name]) if name in views else None for name in input_names}
     problem = Problem(operands, values)
     _check_alignment(problem)
     spec.check(problem)
-    problem.violations[:0] = problems
+    problem.violations[:0] = wrong_types + wrong_values
+    problem.has_wrong_type |= bool(wrong_types)
     outputs: dict[str, OutputSpec] = {}
     if not problem.violations:
         outputs = dict(spec.infer(problem))
@@ -78,9 +82,7 @@ def bind(
         }
         _check_outs(spec, problem, outputs, given)
     if problem.violations:
-        raise InvalidArgumentError(
-            f"{spec.name}: invalid arguments", problem.violations, "; ".join(problem.hints)
-        )
+        raise problem.refusal(f"{spec.name}: invalid arguments")
 
     plan = None
     if not outputs or any(math.prod(output.shape) for output in outputs.values()):
@@ -100,26 +102,28 @@ def _readable(
     spec: OpSpec, adapter: Adapter, tensors: Mapping[str, Any], out_names: set[str], attributes: Sequence[Any]
 ) -> tuple[DeviceInfo, dict[str, TensorView]]:
     """Views of all tensors and the device they run on, or one error with everything that is wrong with them."""
-    input_problems: list[str] = []
-    out_problems: list[str] = []
+    unreadable: list[str] = []
+    read_only: list[str] = []
     views: dict[str, TensorView] = {}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        is_out = name in out_names
-        found = [] if type(tensor) is TensorView else adapter.check(tensor, name, is_out)
-        (out_problems if is_out else input_problems).extend(found)
+        found = [] if type(tensor) is TensorView else adapter.check(tensor, name)
+        unreadable += found
+        if name in out_names and type(tensor) is not TensorView:
+            read_only += [problem for problem in adapter.check(tensor, name, True) if problem not in found]
         if not found:
             views[name] = tensor if type(tensor) is TensorView else adapter.view(tensor)
     wanted = current()
     device_problems, hint = _device_problems(wanted, views)
-    everything = input_problems + out_problems + device_problems
+    everything = unreadable + read_only + device_problems
     if everything:
-        everything += _attribute_values(spec, attributes)[1]
+        _, wrong_types, wrong_values = _attribute_values(spec, attributes)
+        everything += wrong_types + wrong_values
         error: type[CkiError] = InvalidArgumentError
-        if input_problems:
+        if unreadable or wrong_types:
             error = InvalidTypeError
-        elif device_problems and not out_problems:
+        elif device_problems and not read_only:
             error = DeviceError
         raise error(f"{spec.name}: unusable tensors", everything, hint)
     if wanted.kind == "sim":
@@ -152,39 +156,39 @@ def _device_problems(wanted: DeviceInfo, views: Mapping[str, TensorView]) -> tup
     return problems, hint
 
 
-def _attribute_values(spec: OpSpec, attributes: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
-    """Attributes by name in their declared type, and what is wrong with the others (which get their default)."""
+def _attribute_values(spec: OpSpec, attributes: Sequence[Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Attributes by name in their declared type, and the wrong types and values of others (which get their default)."""
     values: dict[str, Any] = {}
-    problems: list[str] = []
+    wrong_types: list[str] = []
+    wrong_values: list[str] = []
     for attribute, given in zip(spec.attributes, attributes):
-        value, problem = _attribute_value(attribute, given)
-        values[attribute.name] = value
-        if problem:
-            problems.append(problem)
-    return values, problems
+        name, kind = attribute.name, attribute.type
+        value = _of_type(attribute, given)
+        if value is None and (given is not None or attribute.default is not None):
+            value = attribute.default
+            wrong_types.append(
+                f"{name} is {_shown(given)} of type {type(given).__name__}, not {kind.__name__}"
+            )
+        elif kind is float and value is not None and not -LARGEST_F32 <= value <= LARGEST_F32:
+            value = attribute.default
+            wrong_values.append(f"{name} is {_shown(given)}, not a finite number of fp32")
+        values[name] = value
+    return values, wrong_types, wrong_values
 
 
-def _attribute_value(attribute: Attribute, given: Any) -> tuple[Any, str]:
-    name, kind = attribute.name, attribute.type
-    if given is None and attribute.default is None:
-        return None, ""
-    if (
-        kind is float
-        and isinstance(given, (int, float, np.floating, np.integer))
-        and not isinstance(given, bool)
-    ):
-        return (float(given), "") if -LARGEST_F32 <= given <= LARGEST_F32 else (
-            attribute.default, f"{name} is {_shown(given)}, not a finite number of fp32"
-        )  # fmt: skip
-    if kind is int and isinstance(given, (int, np.integer)) and not isinstance(given, bool):
-        return int(given), ""
-    if kind is bool and isinstance(given, (bool, np.bool_)):
-        return bool(given), ""
+def _of_type(attribute: Attribute, given: Any) -> Any:
+    """The value in the attribute's type, None when it is of another."""
+    kind = attribute.type
+    if isinstance(given, (bool, np.bool_)):
+        return bool(given) if kind is bool else None
+    if kind is float and isinstance(given, (int, float, np.floating, np.integer)):
+        # An int beyond fp64 stays one: it is refused as beyond fp32, and has no float.
+        return float(given) if -LARGEST_F32 <= given <= LARGEST_F32 else given
+    if kind is int and isinstance(given, (int, np.integer)):
+        return int(given)
     if kind is tuple and isinstance(given, (tuple, list)):
-        return tuple(int(item) if isinstance(item, np.integer) else item for item in given), ""
-    if kind is str and isinstance(given, str):
-        return given, ""
-    return attribute.default, f"{name} is {_shown(given)} of type {type(given).__name__}, not {kind.__name__}"
+        return tuple(int(item) if isinstance(item, np.integer) else item for item in given)
+    return given if kind is str and isinstance(given, str) else None
 
 
 def _shown(value: Any) -> str:
@@ -215,7 +219,7 @@ def _check_outs(
         if view.shape != tuple(wanted.shape):
             problem.reject(f"{argument} has shape {view.shape}", f"{argument} of shape {tuple(wanted.shape)}")
         if view.dtype != wanted.dtype:
-            problem.reject(f"{argument} is {view.dtype}", f"{argument} of dtype {wanted.dtype}")
+            problem.reject_type(f"{argument} is {view.dtype}", f"{argument} of dtype {wanted.dtype}")
         if view.readonly:
             problem.reject(f"{argument} is read-only", f"a writable {argument}")
         if view.ptr % view.dtype.itemsize:

@@ -45,7 +45,7 @@ def check_cache(problem: Problem, kv_heads: int, head_dim: int, value_dim: int |
     shaped = True
     for name, cache, dim in (("k_cache", k_cache, head_dim), ("v_cache", v_cache, value_dim)):
         if cache.dtype not in CACHE_DTYPES:
-            problem.reject(f"{name} is {cache.dtype}", "caches of f32, f16, bf16 or e4m3")
+            problem.reject_type(f"{name} is {cache.dtype}", "caches of f32, f16, bf16 or e4m3")
         if cache.ndim != 4 or cache.shape[1] == 0:
             shaped = False
             problem.reject(
@@ -59,7 +59,7 @@ def check_cache(problem: Problem, kv_heads: int, head_dim: int, value_dim: int |
         if dim is not None and cache.shape[3] != dim:
             problem.reject(f"{name} has head_dim {cache.shape[3]}, not {dim}", f"{name} of head_dim {dim}")
     if k_cache.dtype != v_cache.dtype:
-        problem.reject(f"k_cache is {k_cache.dtype}, v_cache is {v_cache.dtype}", "caches of one dtype")
+        problem.reject_type(f"k_cache is {k_cache.dtype}, v_cache is {v_cache.dtype}", "caches of one dtype")
     if shaped and k_cache.shape[:2] != v_cache.shape[:2]:
         problem.reject(
             f"k_cache holds {k_cache.shape[:2]} blocks and places, v_cache {v_cache.shape[:2]}",
@@ -84,7 +84,7 @@ def _check_scales(problem: Problem, slots: tuple[int, ...]) -> None:
         if scale is None:
             continue
         if scale.dtype != dtypes.f32:
-            problem.reject(f"{name} is {scale.dtype}", f"{name} of f32")
+            problem.reject_type(f"{name} is {scale.dtype}", f"{name} of f32")
         if scale.shape not in (slots, slots[2:]) or not scale.is_contiguous():
             problem.reject(f"{name} has shape {scale.shape} and strides {scale.strides}", wanted)
     if len(present) == 2 and present[0].ndim != present[1].ndim:

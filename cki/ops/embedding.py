@@ -45,7 +45,7 @@ def embed_tokens(
     InvalidArgumentError instead.
     """
     if config.flag("CKI_VALIDATE"):
-        _validate_ids(token_ids, word_table, position_table, token_type_ids, type_table, positions)
+        validate_ids(token_ids, word_table, position_table, token_type_ids, type_table, positions)
     inputs = (token_ids, word_table, position_table, token_type_ids, type_table, positions)
     return call(EMBED_TOKENS, inputs, (), (out,), stream)
 
@@ -62,9 +62,10 @@ def mean_pool(x: Any, mask: Any, *, normalize: bool = True, out: Any = None, str
     return call(MEAN_POOL, (x, mask), (normalize,), (out,), stream)
 
 
-def _validate_ids(
+def validate_ids(
     token_ids: Any, word_table: Any, position_table: Any, token_type_ids: Any, type_table: Any, positions: Any
 ) -> None:
+    """Raise InvalidArgumentError for ids outside their tables, after waiting for the device."""
     pairs = (
         ("token_ids", token_ids, "word_table", word_table),
         ("positions", positions, "position_table", position_table),
@@ -91,9 +92,9 @@ def _check_embed(problem: Problem) -> None:
     for name in ("token_ids", "token_type_ids", "positions"):
         tensor = problem.get(name)
         if tensor is not None and tensor.dtype not in _INDICES:
-            problem.reject(f"{name} is {tensor.dtype}", f"{name} of int32 or int64")
+            problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of int32 or int64")
     if word.dtype not in _FLOATS:
-        problem.reject(f"word_table is {word.dtype}", f"tables of {_FLOAT_NAMES}")
+        problem.reject_type(f"word_table is {word.dtype}", f"tables of {_FLOAT_NAMES}")
     for name in ("word_table", "position_table", "type_table"):
         table = problem.get(name)
         if table is None:
@@ -114,7 +115,9 @@ def _check_embed(problem: Problem) -> None:
                 f"{name} of width {word.shape[1]}",
             )
         if table.dtype != word.dtype:
-            problem.reject(f"{name} is {table.dtype}, word_table is {word.dtype}", f"{name} of {word.dtype}")
+            problem.reject_type(
+                f"{name} is {table.dtype}, word_table is {word.dtype}", f"{name} of {word.dtype}"
+            )
     _check_companions(problem, ids)
 
 
@@ -221,7 +224,7 @@ def _plan_embed(problem: Problem, outputs: Mapping[str, Operand], device: Device
 def _check_pool(problem: Problem) -> None:
     x, mask = problem["x"], problem["mask"]
     if x.dtype not in _FLOATS:
-        problem.reject(f"x is {x.dtype}", f"x of {_FLOAT_NAMES}")
+        problem.reject_type(f"x is {x.dtype}", f"x of {_FLOAT_NAMES}")
     if x.ndim != 3 or x.shape[-1] == 0:
         problem.reject(f"x has shape {x.shape}", "x of shape [batch, seq, width], width at least 1")
         return
@@ -237,7 +240,7 @@ def _check_pool(problem: Problem) -> None:
         )
         return
     if mask.dtype not in allowed:
-        problem.reject(f"mask of shape {mask.shape} is {mask.dtype}", names)
+        problem.reject_type(f"mask of shape {mask.shape} is {mask.dtype}", names)
 
 
 def _infer_pool(problem: Problem) -> Mapping[str, OutputSpec]:

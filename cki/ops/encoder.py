@@ -153,7 +153,7 @@ def _check_mask(problem: Problem, heads: int) -> None:
     batch, seq, _ = x.shape
     full = {2: (batch, seq), 3: (batch, seq, seq), 4: (batch, heads, seq, seq)}.get(mask.ndim)
     if mask.dtype not in (dtypes.bool_, dtypes.u8):
-        problem.reject(f"mask is {mask.dtype}", "mask of bool or u8")
+        problem.reject_type(f"mask is {mask.dtype}", "mask of bool or u8")
     if full is None or any(have not in (1, want) for have, want in zip(mask.shape, full)):
         problem.reject(
             f"mask has shape {mask.shape}, x has shape {x.shape}",
@@ -190,7 +190,7 @@ def _check_block(problem: Problem, gamma: str, beta: str, layout: str) -> bool:
     """The rules of an attention block; whether x's hidden size is known."""
     x = problem["x"]
     if x.dtype not in _FLOATS:
-        problem.reject(f"x is {x.dtype}", "x of f32, f16 or bf16")
+        problem.reject_type(f"x is {x.dtype}", "x of f32, f16 or bf16")
     if problem.attribute("epsilon") < 0:
         problem.reject(f"epsilon is {problem.attribute('epsilon')}", "epsilon of 0 or more")
     counts = _check_heads(problem)

@@ -234,7 +234,7 @@ def check_linear(
     x_name, w_name, bias_name = names
     x, w, bias = problem[x_name], problem[w_name], problem.get(bias_name)
     if w.dtype != x.dtype:
-        problem.reject(f"{w_name} is {w.dtype}, {x_name} is {x.dtype}", f"{w_name} of {x.dtype}")
+        problem.reject_type(f"{w_name} is {w.dtype}, {x_name} is {x.dtype}", f"{w_name} of {x.dtype}")
     axes = ("K", "N") if weight_layout == "in_out" else ("N", "K")
     wanted = dict(zip(("K", "N"), (depth, columns)))
     shape = tuple(axis if wanted[axis] < 0 else wanted[axis] for axis in axes)
@@ -255,7 +255,7 @@ def check_vector(problem: Problem, name: str, extent: int, x: Operand) -> None:
     vector = problem[name]
     if vector.dtype not in (dtypes.f32, x.dtype):
         types = "f32" if x.dtype == dtypes.f32 else f"f32 or {x.dtype}"
-        problem.reject(f"{name} is {vector.dtype}", f"{name} of {types}")
+        problem.reject_type(f"{name} is {vector.dtype}", f"{name} of {types}")
     if vector.shape != (extent,):
         problem.reject(f"{name} has shape {vector.shape}", f"{name} of shape ({extent},)")
 
@@ -263,7 +263,7 @@ def check_vector(problem: Problem, name: str, extent: int, x: Operand) -> None:
 def _check(problem: Problem) -> None:
     x, layout = problem["x"], problem.attribute("weight_layout")
     if x.dtype not in _TYPES:
-        problem.reject(f"x is {x.dtype}", f"x of {_TYPE_NAMES}")
+        problem.reject_type(f"x is {x.dtype}", f"x of {_TYPE_NAMES}")
     if problem.attribute("activation") not in ACTIVATIONS:
         known = ", ".join(repr(name) for name in ACTIVATIONS if name) + " or None"
         problem.reject(f"activation is {problem.attribute('activation')!r}", f"activation {known}")
@@ -279,7 +279,7 @@ def _check(problem: Problem) -> None:
     w, residual = problem["w"], problem.get("residual")
     if residual is not None:
         if residual.dtype != x.dtype:
-            problem.reject(f"residual is {residual.dtype}, x is {x.dtype}", f"residual of {x.dtype}")
+            problem.reject_type(f"residual is {residual.dtype}, x is {x.dtype}", f"residual of {x.dtype}")
         if w.ndim == 2 and residual.shape != (*x.shape[:-1], _columns(w, layout)):
             problem.reject(
                 f"residual has shape {residual.shape}, the result has shape {(*x.shape[:-1], _columns(w, layout))}",

@@ -44,9 +44,9 @@ def merge_states(
 def _check(problem: Problem) -> None:
     outs, lses = problem["outs"], problem["lses"]
     if outs.dtype not in _FLOATS:
-        problem.reject(f"outs is {outs.dtype}", "outs of f32, f16 or bf16")
+        problem.reject_type(f"outs is {outs.dtype}", "outs of f32, f16 or bf16")
     if lses.dtype != dtypes.f32:
-        problem.reject(f"lses is {lses.dtype}", "lses of f32")
+        problem.reject_type(f"lses is {lses.dtype}", "lses of f32")
     if not 2 <= outs.ndim <= _ROW_AXES + 2:
         problem.reject(
             f"outs has shape {outs.shape}", "outs of shape [states, ..., dim] with up to 3 axes in the middle"

@@ -74,7 +74,7 @@ def rms_norm(
 def _check(problem: Problem) -> None:
     x = problem["x"]
     if x.dtype not in _TYPES:
-        problem.reject(f"x is {x.dtype}", f"x of {_TYPE_NAMES}")
+        problem.reject_type(f"x is {x.dtype}", f"x of {_TYPE_NAMES}")
     if x.ndim == 0:
         problem.reject("x has no axis to normalise (shape ())", "x of shape [..., width]")
     elif not 1 <= x.shape[-1] <= MAX_WIDTH:
@@ -85,7 +85,7 @@ def _check(problem: Problem) -> None:
     for name in ("weight", "bias"):
         tensor = problem.get(name)
         if tensor is not None and tensor.dtype not in _TYPES:
-            problem.reject(f"{name} is {tensor.dtype}", f"{name} of {_TYPE_NAMES}")
+            problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of {_TYPE_NAMES}")
         if tensor is not None and tensor.shape != width:
             problem.reject(
                 f"{name} has shape {tensor.shape}, x has shape {x.shape}", f"{name} of shape {width}"
@@ -96,7 +96,7 @@ def _check(problem: Problem) -> None:
             f"residual has shape {residual.shape}, x has shape {x.shape}", f"residual of shape {x.shape}"
         )
     if residual is not None and residual.dtype != x.dtype:
-        problem.reject(f"residual is {residual.dtype}, x is {x.dtype}", f"residual of {x.dtype}")
+        problem.reject_type(f"residual is {residual.dtype}, x is {x.dtype}", f"residual of {x.dtype}")
     if problem.attribute("eps") < 0:
         problem.reject(f"eps is {problem.attribute('eps')}", "eps of 0 or more")
     if problem.attribute("normalize") not in ("rounded", "unrounded"):

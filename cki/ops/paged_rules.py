@@ -69,7 +69,7 @@ def validate_paged(q: Any, k_cache: Any, block_table: Any, seq_lens: Any, left: 
 def _check_queries(problem: Problem, k_name: str) -> bool:
     q, k = problem["q"], problem[k_name]
     if q.dtype not in _FLOATS:
-        problem.reject(f"q is {q.dtype}", "q of f32, f16 or bf16")
+        problem.reject_type(f"q is {q.dtype}", "q of f32, f16 or bf16")
     if q.ndim != 4:
         problem.reject(f"q has shape {q.shape}", "q of shape [batch, queries, heads, head_dim]")
         return False
@@ -83,9 +83,9 @@ def _check_queries(problem: Problem, k_name: str) -> bool:
             "query heads a multiple of KV heads",
         )
     if k.dtype == dtypes.e4m3 and q.dtype == dtypes.f32:
-        problem.reject("q is f32 beside e4m3 keys", "q of f16 or bf16 with e4m3 keys and values")
+        problem.reject_type("q is f32 beside e4m3 keys", "q of f16 or bf16 with e4m3 keys and values")
     if k.dtype in CACHE_DTYPES and k.dtype not in (q.dtype, dtypes.e4m3):
-        problem.reject(
+        problem.reject_type(
             f"q has dtype {q.dtype}, {k_name} has dtype {k.dtype}", f"{k_name} of dtype {q.dtype} or e4m3"
         )
     return True
@@ -111,7 +111,7 @@ def _check_rows(problem: Problem, k_name: str, v_name: str) -> None:
 def _check_index(problem: Problem, name: str, shape: tuple[int, ...]) -> None:
     index = problem[name]
     if index.dtype not in _INDICES:
-        problem.reject(f"{name} is {index.dtype}", f"{name} of int32 or int64")
+        problem.reject_type(f"{name} is {index.dtype}", f"{name} of int32 or int64")
     if index.shape != shape:
         problem.reject(f"{name} has shape {index.shape}", f"{name} of shape {shape}")
 
@@ -139,14 +139,14 @@ def _check_options(problem: Problem) -> None:
                 f"{name} of shape {q.shape[2:3]}",
             )
         if tensor.dtype != dtypes.f32:
-            problem.reject(f"{name} is {tensor.dtype}", f"{name} of f32")
+            problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of f32")
     counters = problem.get("counters")
     if counters is None:
         return
-    if counters.dtype not in (dtypes.u32, dtypes.i32) or not counters.is_contiguous():
-        problem.reject(
-            f"counters is {counters.dtype} of strides {counters.strides}", "dense counters of u32 or i32"
-        )
+    if counters.dtype not in (dtypes.u32, dtypes.i32):
+        problem.reject_type(f"counters is {counters.dtype}", "counters of u32 or i32")
+    if not counters.is_contiguous():
+        problem.reject(f"counters has strides {counters.strides}", "dense counters")
     if counters.size < counters_needed(q):
         problem.reject(f"counters has {counters.size} elements", f"{counters_needed(q)} counters")
 
@@ -190,9 +190,9 @@ def check_decode(problem: Problem) -> None:
             problem.reject(f"{name} has shape {tensor.shape}", f"{name} of shape {form}")
             return
         if tensor.dtype not in CACHE_DTYPES:
-            problem.reject(f"{name} is {tensor.dtype}", "k and v of f32, f16, bf16 or e4m3")
+            problem.reject_type(f"{name} is {tensor.dtype}", "k and v of f32, f16, bf16 or e4m3")
     if k.dtype != v.dtype:
-        problem.reject(f"k is {k.dtype}, v is {v.dtype}", "k and v of one dtype")
+        problem.reject_type(f"k is {k.dtype}, v is {v.dtype}", "k and v of one dtype")
     if k.shape[:-1] != v.shape[:-1]:
         problem.reject(f"k has shape {k.shape}, v has shape {v.shape}", "k and v alike but for the last axis")
     if k.shape[-1] != q.shape[3]:
@@ -211,14 +211,12 @@ def check_decode(problem: Problem) -> None:
     ):
         problem.reject(f"k is {k.dtype}; scales go with e4m3, both of them", wanted)
     for name, scale in zip(("k_scale", "v_scale"), scales):
-        if scale is not None and (
-            scale.dtype != dtypes.f32
-            or scale.shape not in (k.shape[:-1], k.shape[-2:-1])
-            or not scale.is_contiguous()
-        ):
-            problem.reject(
-                f"{name} is {scale.dtype} of shape {scale.shape} and strides {scale.strides}", wanted
-            )
+        if scale is None:
+            continue
+        if scale.dtype != dtypes.f32:
+            problem.reject_type(f"{name} is {scale.dtype}", wanted)
+        if scale.shape not in (k.shape[:-1], k.shape[-2:-1]) or not scale.is_contiguous():
+            problem.reject(f"{name} has shape {scale.shape} and strides {scale.strides}", wanted)
     if scales[0] is not None and scales[1] is not None and scales[0].ndim != scales[1].ndim:
         problem.reject("one of k_scale and v_scale is of tokens, the other of heads", wanted)
     _check_options(problem)

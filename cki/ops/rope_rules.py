@@ -47,7 +47,7 @@ def _check_heads(problem: Problem, name: str, tokens: int | None = None) -> bool
     if x is None:
         return True
     if x.dtype not in _FLOATS:
-        problem.reject(f"{name} is {x.dtype}", f"{name} of f32, f16 or bf16")
+        problem.reject_type(f"{name} is {x.dtype}", f"{name} of f32, f16 or bf16")
     if x.ndim != 3:
         problem.reject(f"{name} has shape {x.shape}", f"{name} of shape [tokens, heads, head_dim]")
         return False
@@ -63,7 +63,7 @@ def _check_index(problem: Problem, name: str, tokens: int) -> None:
     if index is None:
         return
     if index.dtype not in _INDICES:
-        problem.reject(f"{name} is {index.dtype}", f"{name} of int32 or int64")
+        problem.reject_type(f"{name} is {index.dtype}", f"{name} of int32 or int64")
     if index.shape != (tokens,):
         problem.reject(f"{name} has shape {index.shape}", f"{name} of shape ({tokens},)")
 
@@ -86,7 +86,7 @@ def _check_rotation(problem: Problem, head_dim: int, base_name: str) -> None:
     if table is None:
         return
     if table.dtype != dtypes.f32:
-        problem.reject(f"cos_sin is {table.dtype}", "cos_sin of f32")
+        problem.reject_type(f"cos_sin is {table.dtype}", "cos_sin of f32")
     if table.ndim != 2 or table.shape[1] != turned or (turned > 1 and table.strides[1] != 1):
         problem.reject(
             f"cos_sin has shape {table.shape} and strides {table.strides}",
@@ -100,12 +100,12 @@ def _check_norm_weights(problem: Problem, head_dim: int) -> None:
         if weight is None:
             continue
         if weight.dtype not in _FLOATS:
-            problem.reject(f"{name} is {weight.dtype}", f"{name} of f32, f16 or bf16")
+            problem.reject_type(f"{name} is {weight.dtype}", f"{name} of f32, f16 or bf16")
         if weight.shape != (head_dim,):
             problem.reject(f"{name} has shape {weight.shape}", f"{name} of shape ({head_dim},)")
     found = {weight.dtype for weight in weights.values() if weight is not None}
     if len(found) > 1:
-        problem.reject(f"norm weights are of {' and '.join(map(str, found))}", "norm weights of one dtype")
+        problem.reject_type(f"norm weights are of {' and '.join(map(str, found))}", "norm weights of one dtype")
     if weights["q_norm_weight"] is not None and problem.get("q") is None:
         problem.reject("q_norm_weight is given without q", "q")
     if problem.attribute("norm_eps") < 0:
@@ -122,7 +122,7 @@ def check_append(problem: Problem) -> None:
         if tensor is None:
             continue
         if tensor.dtype != k.dtype:
-            problem.reject(f"{name} is {tensor.dtype}, k is {k.dtype}", "q, k and v of one dtype")
+            problem.reject_type(f"{name} is {tensor.dtype}, k is {k.dtype}", "q, k and v of one dtype")
         if tensor.shape[0] != tokens:
             problem.reject(f"{name} has {tensor.shape[0]} tokens, k has {tokens}", "one number of tokens")
     if v.shape[1] != kv_heads:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from cki.device import DeviceInfo
 from cki.dtypes import DType
+from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.operand import Operand
 from cki.plan import Plan
 
@@ -44,13 +45,14 @@ class Problem:
     """The arguments of one call as a planner sees them: operands by name, attributes by name.
 
     `reject` collects violations: a check names every broken rule, not only the first.
-    `hints` say what would pass.
+    `hints` say what would pass.  has_wrong_type: one of the violations is of a dtype or type (`reject_type`).
     """
 
     operands: Mapping[str, Operand | None]
     attributes: Mapping[str, Any]
     violations: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    has_wrong_type: bool = False
 
     def __getitem__(self, name: str) -> Operand:
         """A tensor that is present."""
@@ -71,6 +73,16 @@ class Problem:
         self.violations.append(violation)
         if hint and hint not in self.hints:
             self.hints.append(hint)
+
+    def reject_type(self, violation: str, hint: str = "") -> None:
+        """Note a wrong dtype: `reject_type("x is i32", "x of f32")`.  The call ends in an InvalidTypeError."""
+        self.reject(violation, hint)
+        self.has_wrong_type = True
+
+    def refusal(self, summary: str) -> InvalidTypeError | InvalidArgumentError:
+        """The error that names all violations."""
+        kind = InvalidTypeError if self.has_wrong_type else InvalidArgumentError
+        return kind(summary, self.violations, "; ".join(self.hints))
 
 
 @dataclass(frozen=True)

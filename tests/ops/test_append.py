@@ -251,7 +251,7 @@ def test_no_tokens():
 def test_every_broken_rule_is_named():
     k = np.zeros((3, 2, 16), F16)
     cache = (np.zeros((4, 2, 3, 16), F16), np.zeros((4, 3, 2, 8), F16))
-    with cki.device("sim"), pytest.raises(cki.errors.InvalidArgumentError) as caught:
+    with cki.device("sim"), pytest.raises(cki.errors.InvalidTypeError) as caught:
         cki.append_kv(
             k, np.zeros((2, 2, 16), F32), cache, np.zeros(4, np.float32), rope_base=1e4, rotary_dim=7,
             q_norm_weight=np.zeros(15, F16),

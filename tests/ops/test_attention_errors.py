@@ -9,6 +9,7 @@ import pytest
 
 import cki
 from cki.errors import InvalidArgumentError, InvalidTypeError
+from tests.refusals import error_of
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ CASES = [
 
 @pytest.mark.parametrize(("tensors", "options", "violation", "hint"), CASES)
 def test_error_names_the_rule_and_what_would_pass(tensors, options, violation, hint):
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(error_of(violation)) as caught:
         cki.attention(*tensors, **options)
     assert violation in str(caught.value)
     assert hint in str(caught.value)
