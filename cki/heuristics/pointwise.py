@@ -66,14 +66,14 @@ class TileConfig:
 
 
 def tile_config(
-    rows: int, width: int, size: int, inputs: int, device: DeviceInfo, *, min_blocks: int
+    rows: int, width: int, size: int, inputs: int, device: DeviceInfo, *, min_blocks: int, min_lanes: int = 1
 ) -> TileConfig:
     """The configuration for rows of `width` elements of the output.
 
-    size: elements an access; divides the width.  inputs: accesses that one vector of the output waits for.
-    min_blocks: blocks an SM for which the kernel finds registers.
+    size: elements of a thread's vector.  inputs: accesses that one vector of the output waits for.
+    min_blocks: blocks an SM for which the kernel finds registers.  min_lanes: threads of a row at least.
     """
-    vectors = width // size
+    vectors = -(-width // size)
     most = max(1, _LOADS // inputs)
     if rows * vectors <= 2 * device.sm_count * _THREADS * most:
         most = 1
@@ -83,12 +83,12 @@ def tile_config(
         for lanes in (256, 128, 64, 32, 16, 8, 4, 2, 1):
             reach = lanes * per_thread
             tiles = -(-vectors // reach)
-            if tiles > 1 and lanes < 8:
+            if lanes < min_lanes or (tiles > 1 and lanes < 8):
                 break  # less than 128 neighbouring bytes an access
             # Up to an eighth of the threads may idle; then most in flight, then fewest tiles.
             idle = (tiles * reach - vectors) / (tiles * reach)
             found.append((0.0 if idle <= 0.125 else idle, -per_thread, tiles, lanes))
         per_thread //= 2
     _, negative, tiles, lanes = min(found)
-    full = tiles * lanes * -negative == vectors
+    full = tiles * lanes * -negative * size == width
     return TileConfig(size, lanes, _THREADS // lanes, -negative, full, min_blocks)

@@ -1,4 +1,4 @@
-"""Softmax over the last axis, of any width, with an optional scale and mask.  Kernels: `cuda_src/pointwise/softmax*.cu`."""
+"""Softmax over the last axis, of any width, scaled and masked.  Kernels: `cuda_src/pointwise/softmax*.cu`."""
 
 from __future__ import annotations
 
