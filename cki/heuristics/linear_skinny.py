@@ -27,13 +27,16 @@ MIN_WEIGHT_BYTES = 4 << 20
 #: Architectures without clusters.
 _NO_CLUSTERS = ("sm_80", "sm_89")
 
-# Of an H200: bytes a microsecond and SM that it reads from memory (4.5 TB/s) and from L2; microseconds of launch, first
-# bytes and finish; of a cluster's exchange; of a stage in a block, whatever else runs on the SM.
+# Of an H200.  Bytes a microsecond and SM from memory (4.5 TB/s) and from L2 when all SMs ask, and to one SM when others
+# ask for less; fp32 sums of 16-bit products a microsecond and SM by mma.sync.  Microseconds of launch, first bytes and
+# finish; of a cluster's exchange; of a stage in a block that has its SM for itself, and of one among several.
 _READ_RATE = 34_000.0
 _L2_RATE = 42_000.0
+_SM_RATE = 45_000.0
+_PRODUCT_RATE = 2.5e6
 _EDGE_US = 2.2
 _EXCHANGE_US = 0.3
-_STAGE_US = 0.14
+_ALONE_US, _SHARE_US = 0.25, 0.12
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,14 @@ def _with_splits(
     return tuple(SkinnyTile(block_m, block_n, warps_n, warps_k, stages, split) for split in (1, 2, 4, 8))
 
 
-#: What the choice and `bench/linear.py --skinny` try; two blocks an SM on an H200, three of the narrow ones.
+#: What the choice and `bench/linear.py --skinny` try; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
     *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
-    *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), SkinnyTile(32, 64, 2, 2, 4),
-    *_with_splits(64, 64, 2, 2, 6), *_with_splits(64, 128, 2, 2, 4), SkinnyTile(64, 64, 2, 2, 3),
+    *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
+    SkinnyTile(32, 64, 2, 2, 4),
+    *_with_splits(64, 64, 2, 2, 6), *_with_splits(64, 128, 2, 2, 4), *_with_splits(64, 256, 4, 2, 5),
+    SkinnyTile(64, 64, 2, 2, 3),
 )  # fmt: skip
 
 
@@ -111,11 +116,14 @@ def predicted_time(
     stages = -(-depth * itemsize // STAGE_ROW_BYTES)
     own_stages = -(-stages // tile.split)
     read = float(depth * columns * itemsize) / (_READ_RATE * sms)
-    rows_read = min(rows, tile.block_m)
-    copied = across * down * own_stages * (tile.block_n + rows_read) * STAGE_ROW_BYTES / (_L2_RATE * sms)
+    block_bytes = own_stages * (tile.block_n + min(rows, tile.block_m)) * STAGE_ROW_BYTES
     fullest = -(-across * down // sms)  # blocks of the fullest SM
-    rounds = -(-fullest // blocks_together(tile, device))
-    computed = rounds * own_stages * _STAGE_US
+    copied = max(across * down * block_bytes / (_L2_RATE * sms), fullest * block_bytes / _SM_RATE)
+    together = blocks_together(tile, device)
+    rounds = [together] * (fullest // together) + [fullest % together]
+    products = tile.block_m * tile.block_n * STAGE_ROW_BYTES / itemsize * (6 if itemsize == 4 else 1)
+    share = max(_SHARE_US, products / _PRODUCT_RATE)
+    computed = own_stages * sum(max(_ALONE_US, count * share) for count in rounds if count)
     exchanged = 0.0
     if tile.split > 1:
         exchanged = _EXCHANGE_US + tile.split * rows * columns * 4 / (_L2_RATE * sms)
@@ -151,8 +159,8 @@ def preferred_tile(
     if tile is None:
         return None
     generic = choose_tile(rows, [columns], depth, itemsize, device)
-    read = depth * columns * itemsize / (_READ_RATE * max(device.sm_count, 1))
-    # The generic kernel's model knows stages, not memory.
+    # The generic kernel's model knows stages, not memory.  The bytes that move are those of such a tile here.
     computed = modelled_time(generic, block_count(generic, rows, [columns]), depth, itemsize, device)
-    other = _EDGE_US + max(computed, read)
+    like = SkinnyTile(generic.block_m, generic.block_n, generic.warps_n, 1, generic.stages)
+    other = max(_EDGE_US + computed, predicted_time(like, rows, columns, depth, itemsize, device))
     return tile if predicted_time(tile, rows, columns, depth, itemsize, device) <= other else None

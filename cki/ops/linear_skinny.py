@@ -152,6 +152,7 @@ def representative_specs(arch: str, device: DeviceInfo) -> list[KernelSpec]:
     small, narrow = SkinnyTile(16, 64, 1, 4, 8, split), SkinnyTile(16, 32, 1, 4, 12)
     wide, middle = SkinnyTile(16, 128, 1, 4, 6, split), SkinnyTile(32, 128, 2, 2, 5, split)
     low, large = SkinnyTile(64, 64, 2, 2, 6, split), SkinnyTile(64, 128, 2, 2, 4, split)
+    widest = SkinnyTile(64, 256, 4, 2, 5, split)
     serial = SkinnyTile(32, 64, 2, 2, 4, 1, False)
     everything = {"activation": "gelu", "residual": True}
     choices: list[tuple[DType, SkinnyTile, dict[str, Any]]] = [
@@ -168,6 +169,8 @@ def representative_specs(arch: str, device: DeviceInfo) -> list[KernelSpec]:
         (f32, low, {"bias": f32, **everything}),
         (f16, large, {"bias": f16, **everything}),
         (bf16, large, {"access": along_k}),
+        (bf16, widest, {"bias": bf16, "access": along_k, **everything}),
+        (f16, widest, {}),
         (f16, serial, {"bias": f16, "activation": "relu", "residual": True, "pair_residual": False}),
     ]  # fmt: skip
     return [

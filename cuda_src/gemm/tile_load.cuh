@@ -69,7 +69,8 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* ma
   // computed once, and one pointer walks down the rows. (Anything else costs a register for each row.)
   constexpr int kRowStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kRowStep == 0, "every thread copies the same number of chunks");
-  static_assert(kRowStep % 8 == 0 || kRows == kRowStep, "the rows of a thread share the permutation");
+  constexpr int kPeriod = kSwizzle == Swizzle::kRows8 ? 8 : 4;
+  static_assert(kRowStep % kPeriod == 0 || kRows == kRowStep, "the rows of a thread share the permutation");
   const int chunk = static_cast<int>(threadIdx.x) % kChunks;
   const int row = static_cast<int>(threadIdx.x) / kChunks;
   const int column = first_column + chunk * kPerChunk;

@@ -52,6 +52,13 @@ __device__ __forceinline__ void bulk_reduce_add_f32(void* global, const void* sh
                : "memory");
 }
 
+// Brings the bytes towards L2. A hint: nothing waits for it, and it completes on nothing.
+template <int Sm = kTargetSm>
+__device__ __forceinline__ void bulk_prefetch_l2(const void* global, u32 bytes) {
+  static_assert(Sm >= 90, "cp.async.bulk needs sm_90");
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(global), "r"(bytes) : "memory");
+}
+
 // Closes the group of the bulk stores that this thread has issued since its last commit.
 template <int Sm = kTargetSm>
 __device__ __forceinline__ void bulk_commit_group() {

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from cki.heuristics.linear import Tile
+from cki.heuristics.linear_skinny import SkinnyTile
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, plan_linear
 from cki.plan import Plan
@@ -56,9 +57,16 @@ def plain(
 
 
 def linear_with_tile(
-    tile: Tile, x: Any, w: Any, bias: Any = None, residual: Any = None, **options: Any
+    tile: Tile | SkinnyTile, x: Any, w: Any, bias: Any = None, residual: Any = None, **options: Any
 ) -> Any:
     """`cki.linear` by a given tile."""
+    return linear_into(tile, None, x, w, bias, residual, **options)
+
+
+def linear_into(
+    tile: Tile | SkinnyTile, out: Any, x: Any, w: Any, bias: Any = None, residual: Any = None, **options: Any
+) -> Any:
+    """The same with a place for the result."""
 
     def plan(problem: Any, outputs: Any, device: Any) -> Plan:
         return Plan(plan_linear(
@@ -69,7 +77,7 @@ def linear_with_tile(
     spec = dataclasses.replace(LINEAR, plan=plan)
     _KEPT.append(spec)
     attributes = (options.get("activation"), options.get("weight_layout", "in_out"))
-    return call(spec, (x, w, bias, residual), attributes, (None,))
+    return call(spec, (x, w, bias, residual), attributes, (out,))
 
 
 _KEPT: list[Any] = []  # remembered calls are keyed by the identity of their spec

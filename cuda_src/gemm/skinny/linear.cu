@@ -1,9 +1,11 @@
 // y[M, N] = act(x[M, K] w[K, N] + bias[N]) + residual[M, N] for few rows (M = 1 to 64), bound by reading w; sm_80 and up.
 //
 // Predicted. The time of a product of few rows is that of w's bytes: an H200 reads 4.5 TB/s, which needs about 40 KB of
-//          requests in flight on each of its 132 SMs. Launch, the first bytes' latency and the finish add 2.2 us. For
-//          M <= 16, 16-bit, N x K: 6144x4096 (50 MB) 13.4 us, 4096x4096 (34 MB) 9.7 us, 28672x4096 (235 MB) 54.4 us,
-//          4096x14336 (117 MB) 28.3 us: 0.88, 0.82, 1.01 and 0.97 of the copy rate, 4.26 TB/s.
+//          requests in flight on each of its 132 SMs. Launch, the first bytes' latency and the finish add 2.2 us, the
+//          exchange in a cluster 0.3. For M <= 16, 16-bit, N x K: 6144x4096 (50 MB) 13.7 us, 4096x4096 (34 MB) 10.0 us,
+//          28672x4096 (235 MB) 54.5 us, 4096x14336 (117 MB) 28.7 us: 0.86, 0.79, 1.01 and 0.96 of the copy rate,
+//          4.26 TB/s. Launches in a row, which overlap, should save 1 us each: 0.93, 0.87, 1.03, 1.00.
+//          (cki/heuristics/linear_skinny.py; not measured yet.)
 // Why this kernel. The generic one cuts y alone: 64 blocks for N = 4096, half of the SMs. Here the sum over K is cut too,
 //          so that every SM has two blocks whatever N is, and x, which every block reads for itself, is read by few
 //          blocks of many columns instead of many of few.
@@ -19,8 +21,8 @@
 //          Clusters need sm_90; before it kSplit is 1, and narrow tiles make the blocks.
 // fp32.    3xTF32 (gemm/fragments.cuh), each stage added by a rounded fp32 addition; sums that come out as NaN are
 //          computed again by plain additions (gemm/nonfinite.cuh says why).
-// Overlap. kProgrammatic (sm_90): the launch may begin while the one before it ends. What may have been written by that one
-//          is read only behind griddepcontrol_wait.
+// Overlap. kProgrammatic (sm_90): the launch may begin while the one before it ends. What that one may have written is read
+//          only behind griddepcontrol_wait, but the first weights are on their way to L2 by then (prefetch.cuh).
 //
 // Layouts. As in gemm/linear.cu: rows of x, residual and y over up to three axes (kRowAxes 1 or 3, extents
 //          rows / extent1 / extent2 outermost first), columns with strides of their own; w is [K, N] with rows along N
@@ -37,6 +39,7 @@
 #include "gemm/epilogue.cuh"
 #include "gemm/fragments.cuh"
 #include "gemm/skinny/finish.cuh"
+#include "gemm/skinny/prefetch.cuh"
 #include "gemm/tile_load.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -100,12 +103,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const gemm::SkinnyFinish<kBlockM, kBlockN, kWarpsK, kSplit, kThreads> finish = {first_row, rows, first_column, columns,
                                                                                   rank};
 
-  if constexpr (kProgrammatic) ptx::griddepcontrol_wait();
+  if constexpr (kProgrammatic) {
+    if constexpr (kCopyBytesW == 16) {
+      const int k = first_tile * kStageK;
+      const int k_end = min(depth, k + min(tiles, kStages - 1) * kStageK);
+      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads>(w, w_stride, k, k_end, first_column, columns);
+    }
+    ptx::griddepcontrol_wait();
+  }
 
   const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
   const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
-  const auto load_stage = [&](int tile) {
-    unsigned char* x_tile = shared + tile % kStages * kStageBytes;
+  const auto load_stage = [&](int tile, int slot) {
+    unsigned char* x_tile = shared + slot * kStageBytes;
     unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
     const int k = (first_tile + tile) * kStageK;
     gemm::copy_tile<Weight::kRows, Weight::kChunks, kCopyBytesW, Weight::kSwizzle, kThreads>(
@@ -120,24 +130,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int warp_k = warp / kWarpsN;
   Sums sum = {};
 
-  // A group is committed for every stage, also an empty one behind the end: the count of groups then says which stage
-  // has landed.
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < tiles) load_stage(stage);
-    ptx::cp_async_commit_group();
-  }
   if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
   // The finish reads these behind the last product, where nothing hides a latency.
   finish.template prefetch<kHasBias, kHasResidual>(bias, bias_stride, added);
+  // The first turns only fill the ring: with the copies in one place the loop is a quarter of the code, which a launch
+  // after other kernels has to fetch from L2 before it can ask for its first weights. A group is committed for every
+  // stage, also an empty one behind the end: the count of groups then says which stage has landed.
+  int slot = 0;       // of the stage that is read
+  int next_slot = 0;  // of the one that is filled
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    ptx::cp_async_wait_group<kStages - 2>();
-    __syncthreads();  // stage `tile` is there for all, and nobody reads the stage that is filled next
-    if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1);
+  for (int tile = 1 - kStages; tile < tiles; ++tile) {
+    if (tile >= 0) {
+      ptx::cp_async_wait_group<kStages - 2>();
+      __syncthreads();  // stage `tile` is there for all, and nobody reads the stage that is filled next
+    }
+    if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1, next_slot);
     ptx::cp_async_commit_group();
-    const unsigned char* x_tile = shared + tile % kStages * kStageBytes;
+    next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
+    if (tile < 0) continue;
+    const unsigned char* x_tile = shared + slot * kStageBytes;
     const unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
+    slot = slot + 1 < kStages ? slot + 1 : 0;
     if constexpr (kSumPerStage) {
       Sums part = {};
       add_stage(part, x_tile, w_tile, warp_k * kSteps, warp_column);

@@ -31,6 +31,13 @@ __device__ __forceinline__ void bulk_reduce_add_f32(void* global, const void* sh
   cki_sim_bulk_reduce_add_f32(global, shared, bytes);
 }
 
+// Reads the two ends, so that a range outside its tensor is noticed.
+__device__ __forceinline__ void bulk_prefetch_l2(const void* global, u32 bytes) {
+  const volatile u8* first = static_cast<const u8*>(global);
+  static_cast<void>(first[0]);
+  static_cast<void>(first[bytes - 1]);
+}
+
 __device__ __forceinline__ void bulk_commit_group() { cki_sim_bulk_commit_group(); }
 
 template <int N>

@@ -13,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(64) bulk_copies(const float* in, fl
   __shared__ u64 full;
   const int t = threadIdx.x;
   if (t == 0) {
+    ptx::bulk_prefetch_l2(in + blockIdx.x * 64, kBytes);
     ptx::mbarrier_init(&full, 1);
     ptx::fence_mbarrier_init();
   }

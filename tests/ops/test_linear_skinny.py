@@ -1,0 +1,284 @@
+"""The linear kernel for few rows, asked for by its tile, against the float64 reference."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cki
+import cki.sim
+from cki.errors import UnsupportedError
+from cki.heuristics.linear_skinny import CANDIDATES, SkinnyTile, fits, preferred_tile
+from tests.compare import assert_close
+from tests.ops.linear_cases import BF16, DTYPES, F16, F32, linear_into, linear_with_tile, normal, plain
+
+#: Rings of two stages; K in one block, and over clusters.
+WHOLE, PAIR, FOUR = (SkinnyTile(16, 64, 1, 4, 2, split) for split in (1, 2, 4))
+#: The last block's share of K is larger; two warps share columns; no programmatic launch.
+EIGHT, SQUARE = SkinnyTile(16, 64, 2, 2, 2, 8), SkinnyTile(32, 64, 2, 2, 2, 2, programmatic=False)
+SMALL = pytest.mark.parametrize("tile", [WHOLE, PAIR, FOUR, EIGHT, SQUARE], ids=str)
+LAYOUTS = ("in_out", "out_in")
+
+
+def weight(depth: int, columns: int, dtype: Any, layout: str) -> np.ndarray:
+    """Normal numbers of variance 1 / depth."""
+    shape = (depth, columns) if layout == "in_out" else (columns, depth)
+    return normal(shape, dtype, 2, scale=max(depth, 1) ** -0.5)
+
+
+def check(device: Any, tile: SkinnyTile, x: Any, w: Any, bias: Any = None, **options: Any) -> np.ndarray:
+    """Runs the kernel on row-major copies and compares; returns the result."""
+    if tile.shared_memory > device.info.shared_memory_per_block:
+        pytest.skip("the tile does not fit into this device's shared memory")
+    on_device = {k: device.array(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    vector = None if bias is None else device.array(bias)
+    got = device.numpy(linear_with_tile(tile, device.array(x), device.array(w), vector, **on_device))
+    with np.errstate(invalid="ignore"):
+        truth, same = cki.reference.linear(x, w, bias, **options), plain(x, w, bias, **options)
+    assert_close(got, truth, same, f"{tile}, {x.shape} by {w.shape} of {x.dtype}")
+    return got
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@SMALL
+def test_extents(device, tile, layout):
+    """K of less than a stage for each block, up to several rounds of the ring; several tiles of rows."""
+    for dtype, rows, columns, depth in (
+        (F16, 1, 1, 1), (BF16, 2, 7, 129), (F32, 3, 66, 33), (F32, 17, 130, 100), (BF16, 8, 72, 1000),
+        (F16, 40, 8, 72), (F16, 16, 63, 31),
+    ):  # fmt: skip
+        x, w = normal((rows, depth), dtype, 1), weight(depth, columns, dtype, layout)
+        check(device, tile, x, w, weight_layout=layout)
+
+
+SHAPES = list(dict.fromkeys(dataclasses.replace(tile, split=1) for tile in CANDIDATES))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_of_the_candidates(device, shape):
+    """Its ring wraps in every block; rows and columns end inside a tile.  Splits, types and weight orders in turn."""
+    index = SHAPES.index(shape)
+    splits = [tile.split for tile in CANDIDATES if dataclasses.replace(tile, split=1) == shape]
+    tile = dataclasses.replace(shape, split=splits[index % len(splits)])
+    dtype, layout = (F16, BF16, F32)[index % 3], LAYOUTS[index // 3 % 2]
+    if not fits(tile, dtype.itemsize, device.info, along_n=layout == "in_out"):
+        dtype, layout = BF16, "out_in"
+    if not fits(tile, dtype.itemsize, device.info, along_n=False):
+        pytest.skip("not for this device")
+    rows, columns = tile.block_m - 3, tile.block_n + 8
+    depth = (tile.stages + 1) * tile.split * 128 // dtype.itemsize + 8
+    bias, residual = normal((columns,), dtype, 3), normal((rows, columns), dtype, 4)
+    x, w = normal((rows, depth), dtype, 1), weight(depth, columns, dtype, layout)
+    check(device, tile, x, w, bias, residual=residual, activation="gelu_tanh", weight_layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("tile", "layout", "dtype"),
+    [
+        (WHOLE, "in_out", "f16"), (WHOLE, "out_in", "f32"), (FOUR, "in_out", "f32"), (FOUR, "out_in", "f16"),
+        (EIGHT, "in_out", "f16"), (SQUARE, "out_in", "f32"),
+    ],
+)  # fmt: skip
+def test_twenty_orders_of_every_check(device, tile, layout, dtype):
+    """Every block's ring wraps more than twice; the result has the same bits in every order."""
+    size = DTYPES[dtype].itemsize
+    rows, columns = tile.block_m + 1, 72
+    depth = (2 * tile.stages + 1) * min(tile.split, 4) * 128 // size + 4
+    x, w = normal((rows, depth), DTYPES[dtype], 1), weight(depth, columns, DTYPES[dtype], layout)
+    bias, residual = normal((columns,), DTYPES[dtype], 3), normal((rows, columns), DTYPES[dtype], 4)
+    tensors = [device.array(t) for t in (x, w, bias, residual)]
+    options = {"activation": "silu", "weight_layout": layout}
+    results = []
+    for seed in range(20 if device.kind == "sim" else 2):
+        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
+        with checks if device.kind == "sim" else contextlib.nullcontext():
+            results.append(device.numpy(linear_with_tile(tile, *tensors, **options)))
+    assert all(np.array_equal(result, results[0]) for result in results)
+    truth = cki.reference.linear(x, w, bias, residual=residual, **options)
+    assert_close(results[0], truth, plain(x, w, bias, residual=residual, **options))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_epilogues(device, dtype, activation):
+    x, w = normal((5, 300), DTYPES[dtype], 1, scale=2.0), weight(300, 72, DTYPES[dtype], "in_out")
+    residual = normal((5, 72), DTYPES[dtype], 4)
+    check(device, PAIR, x, w, normal((72,), F32, 3), activation=activation, residual=residual)
+    check(device, WHOLE, x, w, activation=activation)
+
+
+def test_columns_of_every_remainder(device):
+    """Items of four columns and pairs of them that end anywhere."""
+    for columns in range(61, 72):
+        bias, residual = normal((columns,), F16, 3), normal((3, columns), F16, 4)
+        x, w = normal((3, 264), F16, 1), weight(264, columns, F16, "out_in")
+        check(device, FOUR, x, w, bias, residual=residual, weight_layout="out_in")
+
+
+def test_the_architectures_before_clusters():
+    x, w, bias = normal((9, 530), F16, 1), weight(530, 70, F16, "in_out"), normal((70,), F16, 3)
+    for arch in ("sm_80", "sm_89"):
+        with cki.device("sim", arch=arch), cki.sim.checks(adversarial=True, hazards=True, races=True):
+            y = linear_with_tile(SkinnyTile(16, 64, 1, 4, 5), x, w, bias)
+        assert_close(y, cki.reference.linear(x, w, bias), plain(x, w, bias))
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+@SMALL
+def test_strided_x(device, tile):
+    w, wide = weight(24, 40, F16, "in_out"), normal((4, 6, 5, 64), F16, 1)
+    views = {
+        "columns of a wider tensor": lambda t: t[0, 0, :, 8:32],
+        "from an odd element on": lambda t: t[0, 0, :, 1:25],
+        "every second column": lambda t: t[0, :2, :, 4:52:2],
+        "a slice of the middle axis": lambda t: t[:2, 1:3, :, :24],
+        "permuted leading axes": lambda t: t[:2, :2].transpose(2, 0, 1, 3)[..., :24],
+        "one row": lambda t: t[3, 2, 1, :24],
+    }
+    for what, view in views.items():
+        y = linear_with_tile(tile, view(device.array(wide)), device.array(w))
+        x = view(wide)
+        assert_close(device.numpy(y), cki.reference.linear(x, w), plain(x, w), what)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_strided_weight(device, dtype):
+    x, wide = normal((5, 24), DTYPES[dtype], 1), normal((80, 96), DTYPES[dtype], 2, scale=0.2)
+    views = {
+        "columns of a wider tensor": lambda t: t[:24, 16:56],
+        "from an odd column on": lambda t: t[:24, 3:43],
+        "transposed": lambda t: t[:40, :24].T,
+        "transposed, from an odd column on": lambda t: t[:40, 5:29].T,
+        "both axes strided": lambda t: t[:48:2, :80:2],
+        "one column": lambda t: t[:24, 7:8],
+    }
+    for what, view in views.items():
+        w = view(wide)
+        y = linear_with_tile(PAIR, device.array(x), view(device.array(wide)))
+        assert_close(device.numpy(y), cki.reference.linear(x, w), plain(x, w), what)
+
+
+def test_more_row_axes_than_a_launch_indexes(device):
+    wide, w, order = normal((2, 3, 2, 3, 2, 16), F16, 1), weight(16, 8, F16, "in_out"), (4, 1, 3, 0, 2, 5)
+    bias, residual = normal((8,), F16, 3), normal((2, 3, 3, 2, 2, 8), F16, 4)
+    y = linear_with_tile(PAIR, device.array(wide).transpose(order), *map(device.array, (w, bias, residual)))
+    x = wide.transpose(order)
+    options = {"residual": residual}
+    assert_close(device.numpy(y), cki.reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_strided_results_and_residual_in_place(device, dtype):
+    """What lies beside the result keeps its bits."""
+    x, w = normal((5, 136), DTYPES[dtype], 1), weight(136, 70, DTYPES[dtype], "in_out")
+    wide = normal((5, 150), DTYPES[dtype], 4)
+    for view in (lambda t: t[:, 8:78], lambda t: t[:, 1:71], lambda t: t[:, 0:140:2]):
+        for tile in (WHOLE, FOUR):
+            memory = device.array(wide)
+            linear_into(tile, view(memory), device.array(x), device.array(w), residual=view(memory))
+            options = {"residual": view(wide)}
+            got = device.numpy(memory).copy()
+            assert_close(view(got), cki.reference.linear(x, w, **options), plain(x, w, **options))
+            view(got)[...] = view(wide)
+            assert np.array_equal(got, wide)
+
+
+def test_strided_bias(device):
+    x, w, wide = normal((5, 72), F16, 1), weight(72, 40, F16, "in_out"), normal((80,), F16, 3)
+    y = linear_with_tile(PAIR, device.array(x), device.array(w), device.array(wide)[::2])
+    assert_close(device.numpy(y), cki.reference.linear(x, w, wide[::2]), plain(x, w, wide[::2]))
+
+
+# --- nothing to do ----------------------------------------------------------------------------------------------------
+
+
+@SMALL
+def test_no_depth(device, tile):
+    bias, residual = normal((6,), F32, 3), normal((3, 6), F32, 4)
+    zeros = np.zeros((3, 0), F32), np.zeros((0, 6), F32)
+    check(device, tile, *zeros, bias, activation="gelu", residual=residual)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 5), (3, 0)])
+def test_nothing_to_compute(device, rows, columns):
+    x, w = device.array(np.zeros((rows, 4), F16)), device.array(np.zeros((4, columns), F16))
+    assert linear_with_tile(PAIR, x, w).shape == (rows, columns)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@SMALL
+def test_a_row_does_not_depend_on_the_others(device, tile):
+    x, w = normal((tile.block_m, 600), F16, 1), device.array(weight(600, 72, F16, "in_out"))
+    together = device.numpy(linear_with_tile(tile, device.array(x), w))
+    for rows in (slice(0, 1), slice(3, 9)):
+        assert np.array_equal(together[rows], device.numpy(linear_with_tile(tile, device.array(x[rows]), w)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_and_nan(device, dtype, layout):
+    """In x, in one block's part of K each; the other rows are as they would be without."""
+    x, w = normal((10, 200), DTYPES[dtype], 1), np.abs(weight(200, 66, DTYPES[dtype], layout))
+    x[3, 5], x[4, 199], x[7, 2], x[8, 1], x[8, 150] = np.inf, -np.inf, np.nan, np.inf, -np.inf
+    for tile in (WHOLE, FOUR):
+        got = check(device, tile, x, w, weight_layout=layout)
+        assert np.all(got[3] == np.inf)
+        assert np.all(got[4] == -np.inf)
+        assert np.all(np.isnan(got[7:9].astype(np.float32)))
+
+
+def test_the_largest_fp32_numbers(device):
+    """tf32 rounds these to infinity."""
+    largest = np.float32(np.finfo(np.float32).max)
+    w = device.array(np.array([[1.0, 0.5, -1.0]], F32))
+    got = device.numpy(linear_with_tile(PAIR, device.array(np.full((1, 1), largest)), w))
+    assert np.array_equal(got, [[largest, largest / 2, -largest]])
+
+
+def test_fp32_is_accurate_over_a_long_depth(device):
+    """Sums of one sign: an accumulator that truncates would lose in proportion to the depth."""
+    x, w = np.abs(normal((3, 20000), F32, 1)), np.abs(weight(20000, 4, F32, "out_in"))
+    y = linear_with_tile(PAIR, device.array(x), device.array(w), weight_layout="out_in")
+    truth = cki.reference.linear(x, w, weight_layout="out_in")
+    assert np.max(np.abs(device.numpy(y) - truth) / truth) < 2e-6
+
+
+def test_large_magnitudes_stay_finite(device):
+    """Products and sums past fp16's range, of either sign in either block's part, whose result is inside it."""
+    x = np.full((3, 512), 200.0, F16)
+    w = np.concatenate([np.full((256, 8), 200.0, F16), np.full((256, 8), -200.0, F16)])
+    assert np.all(check(device, PAIR, x, w) == 0)
+
+
+# --- the choice and refusals ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_taken_unasked(device, layout):
+    """4 MB of weight, one row: cki.linear's result has the bits of this kernel's by the chosen tile."""
+    x, w = normal((1, 2048), F16, 1), weight(2048, 1024, F16, layout)
+    options = {"weight_layout": layout}
+    tile = preferred_tile(1, 1024, 2048, 2, device.info, along_n=layout == "in_out", copy_width=16)
+    assert tile is not None
+    tensors = device.array(x), device.array(w)
+    got = device.numpy(cki.linear(*tensors, **options))
+    assert np.array_equal(got, device.numpy(linear_with_tile(tile, *tensors, **options)))
+    assert_close(got, cki.reference.linear(x, w, **options), plain(x, w, **options))
+
+
+def test_tiles_that_a_device_cannot_run_are_refused():
+    x, w = normal((2, 64), F16, 1), weight(64, 64, F16, "in_out")
+    with cki.device("sim", arch="sm_80"), pytest.raises(UnsupportedError, match="sm_80"):
+        linear_with_tile(PAIR, x, w)
+    with cki.device("sim"), pytest.raises(UnsupportedError, match="16x32"):
+        linear_with_tile(SkinnyTile(16, 32, 1, 4, 4), x, w)
+    with cki.device("sim", arch="sm_89"), pytest.raises(UnsupportedError, match="101376 bytes"):
+        linear_with_tile(SkinnyTile(16, 64, 1, 4, 16), x, w)
