@@ -115,6 +115,17 @@ def test_an_attribute_of_a_wrong_type_or_value() -> None:
         assert "factor is" in refused(InvalidArgumentError, x=X, factor=factor)
 
 
+def test_attributes_that_compare_equal_are_the_same_problem() -> None:
+    """docs/launch.md: a bool is refused by a new plan, and taken for the number that it equals by one that exists."""
+    x = np.arange(7, dtype=np.float32)
+    assert "factor is True of type bool" in refused(InvalidTypeError, x=x, factor=True)
+    with cki.device("sim"):
+        expected = affine(x, factor=1.0)
+        for factor in (1, np.float64(1.0), True):
+            np.testing.assert_array_equal(affine(x, factor=factor), expected)
+        assert not np.array_equal(affine(x, factor=2), expected)
+
+
 def test_out_of_wrong_shape_and_dtype() -> None:
     text = refused(InvalidTypeError, x=X, out=np.zeros((3, 3)))
     assert "out has shape (3, 3)" in text
