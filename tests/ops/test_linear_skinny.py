@@ -82,6 +82,7 @@ def test_every_shape_of_the_candidates(device, shape):
         (WHOLE, "in_out", "f16"), (WHOLE, "out_in", "f32"), (FOUR, "in_out", "f32"), (FOUR, "out_in", "f16"),
         (EIGHT, "in_out", "f16"), (SQUARE, "out_in", "f32"),
     ],
+    ids=str,
 )  # fmt: skip
 def test_twenty_orders_of_every_check(device, tile, layout, dtype):
     """Every block's ring wraps more than twice; the result has the same bits in every order."""
