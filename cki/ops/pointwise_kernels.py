@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cki.kernel import KernelSpec
-from cki.ops import pointwise, pointwise_quantize, pointwise_softmax
+from cki.ops import pointwise, pointwise_dropout, pointwise_quantize, pointwise_softmax
 
 
 def representative_specs(arch: str) -> list[KernelSpec]:
     """Those of every operation of the family that the architecture has."""
-    modules = (pointwise, pointwise_softmax, pointwise_quantize)
+    modules = (pointwise, pointwise_softmax, pointwise_quantize, pointwise_dropout)
     return [spec for module in modules for spec in module.representative_specs(arch)]

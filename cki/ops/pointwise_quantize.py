@@ -49,8 +49,8 @@ def quantize_fp8(
     Returns (codes [..., width], scale): scale is [..., 1] for rows, [..., ceil(width / 128)] for blocks.  With a given
     scale, the codes alone.
 
-    A scale is the largest finite magnitude / 448, at least 2^-126, and 1 where there are only zeros.  Codes are x / scale
-    to nearest even; beyond +-448, infinity included, they saturate; NaN stays NaN, and alone.
+    A scale is the largest finite magnitude / 448, at least 2^-126, and 1 where there are only zeros.  Codes are
+    x / scale to nearest even; beyond +-448, infinity included, they saturate; NaN stays NaN, and alone.
     Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken, and
     UnsupportedError before sm_89.
     """
