@@ -14,7 +14,7 @@ import cupy
 from cupy.cuda import ExternalStream, get_current_stream, runtime
 
 from cki import dtypes
-from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.adapter import ALIGNMENT, Adapter, canonical_strides, stride_problems, type_name
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.ops.match import Guard
@@ -60,17 +60,9 @@ class CupyAdapter(Adapter):
                 problems.append(
                     f"{name} is of dtype {dtype}, which has no kernels; one of {dtypes.known_names()}"
                 )
-        if tensor.size:
-            walked = [stride for extent, stride in zip(tensor.shape, tensor.strides) if extent > 1]
-            if any(stride < 0 for stride in walked):
-                problems.append(
-                    f"{name} has negative strides {tensor.strides}; cupy.ascontiguousarray({name}) has none"
-                )
-            elif any(stride % dtype.itemsize for stride in walked):
-                problems.append(
-                    f"{name} has strides {tensor.strides} that are not multiples of its {dtype.itemsize}-byte "
-                    f"elements; cupy.ascontiguousarray({name}) has such"
-                )
+        problems += stride_problems(
+            name, tensor.shape, tensor.strides, dtype.itemsize, "cupy.ascontiguousarray"
+        )
         return problems
 
     def view(self, tensor: cupy.ndarray) -> TensorView:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cki import dtypes
-from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.adapter import ALIGNMENT, Adapter, canonical_strides, stride_problems, type_name
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.tensor import DeviceId, TensorView
@@ -55,17 +55,9 @@ class NumpyAdapter(Adapter):
                 problems.append(
                     f"{name} is of dtype {dtype}, which has no kernels; one of {dtypes.known_names()}"
                 )
-        if tensor.size:
-            walked = [stride for extent, stride in zip(tensor.shape, tensor.strides) if extent > 1]
-            if any(stride < 0 for stride in walked):
-                problems.append(
-                    f"{name} has negative strides {tensor.strides}; numpy.ascontiguousarray({name}) has none"
-                )
-            elif any(stride % dtype.itemsize for stride in walked):
-                problems.append(
-                    f"{name} has strides {tensor.strides} that are not multiples of its {dtype.itemsize}-byte "
-                    f"elements; numpy.ascontiguousarray({name}) has such"
-                )
+        problems += stride_problems(
+            name, tensor.shape, tensor.strides, dtype.itemsize, "numpy.ascontiguousarray"
+        )
         if output and not tensor.flags.writeable:
             problems.append(f"{name} is read-only; an output needs a writable array")
         return problems

@@ -233,6 +233,24 @@ def canonical_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple
     return tuple(result)
 
 
+def stride_problems(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, copy: str
+) -> list[str]:
+    """Why a kernel cannot walk an array of these strides (in bytes).  copy: the framework's function that repairs it.
+
+    Strides of axes that are not walked (of extent 1, or of an empty array) may be anything.
+    """
+    walked = [] if 0 in shape else [stride for extent, stride in zip(shape, strides) if extent > 1]
+    if any(stride < 0 for stride in walked):
+        return [f"{name} has negative strides {strides}; {copy}({name}) has none"]
+    if any(stride % itemsize for stride in walked):
+        return [
+            f"{name} has strides {strides} that are not multiples of its {itemsize}-byte elements; "
+            f"{copy}({name}) has such"
+        ]
+    return []
+
+
 def stream_handle(stream: Any) -> int:
     """The handle of a caller's `stream=`: an int, or a stream object of torch, CuPy, cuda.core, PyCUDA or numba."""
     if isinstance(stream, int) and not isinstance(stream, bool):
