@@ -16,6 +16,7 @@ __path__ = _extended_path(__path__)
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from cki.encoder import Encoder as Encoder
     from cki.graph import Graph as Graph
     from cki.graph import capture as capture
     from cki.loader import TensorMap as TensorMap
@@ -42,7 +43,7 @@ _HOME = {
     "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding", "merge_states": "ops.merge",
     "append_kv": "ops.rope", "apply_rope": "ops.rope",
     "paged_attention": "ops.paged", "decode_attention": "ops.paged",
-    "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder",
+    "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder", "Encoder": "encoder",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip
 

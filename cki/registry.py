@@ -18,6 +18,7 @@ FAMILIES = {
     "attention": "cki.ops.attention",
     "linear": "cki.ops.linear",
     "encoder": "cki.ops.encoder",
+    "encoder_inputs": "cki.ops.encoder_inputs",
     "embedding": "cki.ops.embedding",
     "merge": "cki.ops.merge",
     "rope": "cki.ops.rope",
