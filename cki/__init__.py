@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cki.ops.paged import paged_attention as paged_attention
     from cki.ops.rope import append_kv as append_kv
     from cki.ops.rope import apply_rope as apply_rope
+    from cki.ops.varlen import varlen_attention as varlen_attention
 
 _HOME = {
     "Graph": "graph", "capture": "graph", "load": "loader", "TensorMap": "loader",
@@ -42,7 +43,7 @@ _HOME = {
     "attention": "ops.attention", "linear": "ops.linear", "layer_norm": "ops.norm", "rms_norm": "ops.norm",
     "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding", "merge_states": "ops.merge",
     "append_kv": "ops.rope", "apply_rope": "ops.rope",
-    "paged_attention": "ops.paged", "decode_attention": "ops.paged",
+    "paged_attention": "ops.paged", "decode_attention": "ops.paged", "varlen_attention": "ops.varlen",
     "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder", "Encoder": "encoder",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip

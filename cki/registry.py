@@ -16,6 +16,7 @@ from cki.kernel import ARCHITECTURES, KernelSpec
 FAMILIES = {
     "norm": "cki.ops.norm",
     "attention": "cki.ops.attention",
+    "varlen": "cki.ops.varlen",
     "linear": "cki.ops.linear",
     "encoder": "cki.ops.encoder",
     "encoder_inputs": "cki.ops.encoder_inputs",

@@ -20,18 +20,12 @@ from tests import cases
 from tests.conftest import DeviceUnderTest
 
 COVERED_OPERATIONS = (
-    "attention", "layer_norm", "rms_norm", "add_rms_norm", "merge_states", "append_kv", "fp8_quantize", "rope",
-    "decode_paged",
+    "attention", "layer_norm", "rms_norm", "add_rms_norm", "merge_states", "append_kv", "fp8_quantize", "rope", "swiglu", "geglu",
+    "decode_paged", "varlen_attention",
 )  # fmt: skip
 
 #: Cases of operations still to come, by operation.
 LATER_OPERATIONS = {
-    "varlen_attention": (
-        "varlen_zero_length_segments", "varlen_single_query_segments_with_empties", "varlen_chunked_prefill_mix",
-        "error_cu_seqlens_not_monotone",
-    ),
-    "swiglu": ("swiglu_gate_first", "swiglu_up_first", "swiglu_interleaved", "error_odd_gate_up_width"),
-    "geglu": ("geglu_erf", "geglu_tanh"),
 }  # fmt: skip
 
 #: Cases without tensors that run in a test of their own.
@@ -141,9 +135,21 @@ def run_case(
     elif case.op == "decode_paged":
         out, lse = decode_paged(device, tensors, params)
         results = {"out": out, "lse": lse}
+    elif case.op == "varlen_attention":
+        offsets = tensors.pop("cu_q"), tensors.pop("cu_k")
+        out, lse = cki.varlen_attention(*tensors.values(), *offsets, **params, return_lse=True)
+        results = {"out": out, "lse": lse}
     elif case.op == "fp8_quantize":
         codes = quantized(device, tensors["x"])
-        return {"codes": device.numpy(codes).reshape(-1).view(np.uint8).astype(np.float64)}
+        one = device.array(np.ones(1, np.float32))
+        alone = cki.quantize_fp8(tensors["x"], scale=one, granularity="tensor", out_dtype="uint8")
+        assert np.array_equal(device.numpy(alone), device.numpy(codes).reshape(-1).view(np.uint8))
+        return {"codes": device.numpy(alone).astype(np.float64)}
+    elif case.op == "swiglu":
+        results = {"out": cki.gated_activation(**tensors, **params)}
+    elif case.op == "geglu":
+        activation = {"none": "gelu", "tanh": "gelu_tanh"}[params.pop("approximate")]
+        results = {"out": cki.gated_activation(**tensors, **params, activation=activation)}
     elif case.op == "rope":
         results = {"out": cki.apply_rope(**tensors, **params)}
     elif case.op == "layer_norm":

@@ -46,10 +46,13 @@ class AttentionTiles:
     def threads(self) -> int:
         return self.warps * 32
 
-    def shared_memory(self, head_dim: int, value_dim: int, itemsize: int) -> int:
-        """Bytes: the query tile and two stages of keys and values, 16 bytes of padding a row.  Padded dimensions."""
+    def shared_memory(self, head_dim: int, value_dim: int, itemsize: int, paged: bool = False) -> int:
+        """Bytes: the query tile and two stages of keys and values, 16 bytes of padding a row.  Padded dimensions.
+
+        paged: and the place of each key, 8 bytes.
+        """
         query = self.block_rows * (head_dim * itemsize + 16)
-        stage = self.block_keys * ((head_dim + value_dim) * itemsize + 32)
+        stage = self.block_keys * ((head_dim + value_dim) * itemsize + 32 + (8 if paged else 0))
         return query + 2 * stage
 
 
@@ -64,14 +67,20 @@ def heads_per_block(queries: int, group: int) -> int:
 
 
 def choose_tiles(
-    rows: int, head_dim: int, value_dim: int, itemsize: int, plain: bool, device: DeviceInfo
+    rows: int,
+    head_dim: int,
+    value_dim: int,
+    itemsize: int,
+    plain: bool,
+    device: DeviceInfo,
+    paged: bool = False,
 ) -> AttentionTiles:
     """Tiles for `rows` query rows a head (or packed group of heads) and padded head dimensions.
 
     plain: nothing but a scale and limits on the right (causal) goes into the logits.
     """
     for tiles in _candidates(max(head_dim, value_dim), itemsize, plain):
-        if tiles.shared_memory(head_dim, value_dim, itemsize) <= device.shared_memory_per_block:
+        if tiles.shared_memory(head_dim, value_dim, itemsize, paged) <= device.shared_memory_per_block:
             return _fewer_rows(tiles, rows)
     raise AssertionError(f"head dimensions {head_dim} and {value_dim} fit no tile")
 

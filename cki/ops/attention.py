@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cki import dtypes
@@ -18,14 +19,13 @@ from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.attention_hopper import plan_hopper
+from cki.ops.attention_rules import MAX_HEAD_DIM as MAX_HEAD_DIM
+from cki.ops.attention_rules import check_attention
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
-MAX_HEAD_DIM = 256
-_FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
-_ALIGNMENTS = ("bottom_right", "top_left")
-_PARAMS = "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4
+_PARAMS = "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3
 _LOG2E = math.log2(math.e)
 
 
@@ -85,114 +85,6 @@ def attention(
     return call(ATTENTION, inputs, attributes, (out, None), stream)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rules
-
-
-def _check_tensors(problem: Problem) -> bool:
-    """Ranks, element types and head dimensions of q, k and v; whether shapes can be compared at all."""
-    q, k, v = problem["q"], problem["k"], problem["v"]
-    ranked = True
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            ranked = False
-            problem.reject(
-                f"{name} has shape {tensor.shape}, which has {tensor.ndim} axes, not 4",
-                "q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]",
-            )
-        if tensor.dtype not in _FLOATS:
-            problem.reject(f"{name} has dtype {tensor.dtype}", "q, k and v of dtype f32, f16 or bf16")
-    if not q.dtype == k.dtype == v.dtype:
-        problem.reject(
-            f"q has dtype {q.dtype}, k has dtype {k.dtype}, v has dtype {v.dtype}", "q, k and v of one dtype"
-        )
-    return ranked
-
-
-def _check_shapes(problem: Problem) -> None:
-    q, k, v = problem["q"], problem["k"], problem["v"]
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        problem.reject(
-            f"batch sizes differ: q has {q.shape[0]}, k has {k.shape[0]}, v has {v.shape[0]}",
-            "one batch size",
-        )
-    if k.shape[1] != v.shape[1]:
-        problem.reject(f"k has {k.shape[1]} keys, v has {v.shape[1]}", "k and v of one length (axis 1)")
-    if k.shape[2] != v.shape[2]:
-        problem.reject(
-            f"k has {k.shape[2]} heads, v has {v.shape[2]}", "k and v with the same heads (axis 2)"
-        )
-    if q.shape[2] and (k.shape[2] == 0 or q.shape[2] % k.shape[2]):
-        problem.reject(
-            f"q has {q.shape[2]} heads, which is no multiple of k's {k.shape[2]}",
-            "query heads a multiple of KV heads",
-        )
-    if q.shape[3] != k.shape[3]:
-        problem.reject(
-            f"q has head_dim {q.shape[3]}, k has head_dim {k.shape[3]}", "q and k of one head_dim (axis 3)"
-        )
-    for name, tensor in (("q", q), ("v", v)):
-        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-            problem.reject(f"{name} has head_dim {tensor.shape[3]}", f"a head_dim of 1 to {MAX_HEAD_DIM}")
-    if q.shape[1] + k.shape[1] >= 2**30:
-        problem.reject(
-            f"{q.shape[1]} queries and {k.shape[1]} keys", "fewer than 2**30 queries and keys together"
-        )
-
-
-def _check_broadcast(problem: Problem, name: str, allowed: tuple[DType, ...]) -> None:
-    tensor = problem.get(name)
-    if tensor is None:
-        return
-    q, k = problem["q"], problem["k"]
-    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    aligned = (1,) * (4 - tensor.ndim) + tensor.shape
-    if tensor.ndim > 4 or any(have not in (1, want) for have, want in zip(aligned, full)):
-        problem.reject(
-            f"{name} has shape {tensor.shape}, which does not broadcast to {full}",
-            f"{name} broadcastable to [batch, heads, queries, keys]",
-        )
-    if tensor.dtype not in allowed:
-        names = " or ".join(str(t) for t in allowed)
-        problem.reject(f"{name} has dtype {tensor.dtype}", f"{name} of dtype {names}")
-
-
-def _check_per_head(problem: Problem, name: str) -> None:
-    tensor = problem.get(name)
-    if tensor is None:
-        return
-    heads = problem["q"].shape[2]
-    if tensor.shape != (heads,):
-        problem.reject(f"{name} has shape {tensor.shape}, q has {heads} heads", f"{name} of shape ({heads},)")
-    if tensor.dtype != dtypes.f32:
-        problem.reject(f"{name} has dtype {tensor.dtype}", f"{name} of dtype f32")
-
-
-def _check_attributes(problem: Problem) -> None:
-    alignment, window = problem.attribute("causal_alignment"), problem.attribute("window")
-    if alignment not in _ALIGNMENTS:
-        problem.reject(f"causal_alignment is {alignment!r}", 'causal_alignment "bottom_right" or "top_left"')
-    if len(window) != 2 or not all(
-        isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window
-    ):
-        problem.reject(
-            f"window is {window!r}", "window a pair (left, right) of integers, each at least -1 (no limit)"
-        )
-    if problem.attribute("softcap") < 0:
-        problem.reject(f"softcap is {problem.attribute('softcap')}", "softcap of at least 0 (0 is off)")
-
-
-def _check(problem: Problem) -> None:
-    _check_attributes(problem)
-    if not _check_tensors(problem):
-        return
-    _check_shapes(problem)
-    _check_broadcast(problem, "bias", _FLOATS)
-    _check_broadcast(problem, "mask", (dtypes.bool_, dtypes.u8))
-    _check_per_head(problem, "sinks")
-    _check_per_head(problem, "alibi_slopes")
-
-
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
     batch, queries, heads, _ = problem["q"].shape
     outputs = {"out": OutputSpec((batch, queries, heads, problem["v"].shape[3]), problem["q"].dtype)}
@@ -238,6 +130,62 @@ def _limits(
     return shift, left, right
 
 
+@dataclass(frozen=True)
+class PackedSequences:
+    """What makes one packed row of tokens a batch of sequences; all lengths stay on the device.
+
+    cu_seqlens_q: [sequences + 1].  key_offsets: cu_seqlens_k [sequences + 1], or beside a block_table [sequences,
+    columns] the number of keys of each sequence.  i32 or i64, any strides.
+    typical_queries: of one sequence; decides how tiles are cut, never a result.
+    """
+
+    cu_seqlens_q: Operand
+    key_offsets: Operand
+    block_table: Operand | None
+    typical_queries: int
+
+    @property
+    def sequences(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1
+
+    def key_length(self, k: Operand) -> int:
+        """Keys that a sequence can have at most."""
+        return (
+            k.shape[1] if self.block_table is None else min(k.shape[1] * self.block_table.shape[1], 2**30 - 1)
+        )
+
+    @staticmethod
+    def limits(causal: bool, window: tuple[int, int]) -> tuple[int | None, int | None]:
+        """(left, right) of `common/key_band.cuh`: with unknown lengths any limit may hide a key, short of 2**30."""
+        left, right = window[0], 0 if causal else window[1]
+        return (left if 0 <= left < 2**30 else None), (right if 0 <= right < 2**30 else None)
+
+    def constants(self, causal_alignment: str) -> dict[str, Any]:
+        table = self.block_table
+        return {
+            "kVarlen": True, "kPaged": table is not None, "kBottomRight": causal_alignment == "bottom_right",
+            "QueryOffset": self.cu_seqlens_q.dtype, "KeyOffset": self.key_offsets.dtype,
+            "TableIndex": dtypes.i32 if table is None else table.dtype,
+        }  # fmt: skip
+
+    def arguments(self, k: Operand) -> tuple[ArgumentValue, ...]:
+        """The kernel's last parameters."""
+        table = self.block_table
+        return (
+            self.cu_seqlens_q, self.key_offsets, NullPointer() if table is None else table,
+            self.cu_seqlens_q.strides[0], self.key_offsets.strides[0], *((0, 0) if table is None else table.strides),
+            self.sequences, k.shape[0], k.shape[1],
+        )  # fmt: skip
+
+
+#: The same for dense tensors, where nothing of it is compiled.
+_DENSE_CONSTANTS: dict[str, Any] = {
+    "kVarlen": False, "kPaged": False, "kBottomRight": False,
+    "QueryOffset": dtypes.i32, "KeyOffset": dtypes.i32, "TableIndex": dtypes.i32,
+}  # fmt: skip
+_DENSE_ARGUMENTS: tuple[ArgumentValue, ...] = (*(NullPointer(),) * 3, *(0,) * 7)
+
+
 def plan_attention(
     q: Operand,
     k: Operand,
@@ -256,26 +204,37 @@ def plan_attention(
     alibi_slopes: Operand | None = None,
     lse: Operand | None = None,
     tiles: AttentionTiles | HopperTiles | None = None,
+    packed: PackedSequences | None = None,
 ) -> tuple[Step, ...]:
     """The launch that computes `attention` on operands; none for an empty output.
 
     Arguments are those of `attention`, already checked.  lse: row-major f32 [batch, heads, queries], or None.
     tiles: instead of the heuristics' choice (benchmarks).  HopperTiles select the Hopper kernel, which heuristics do
     not select yet; their dynamic schedule needs the workspace of `attention_hopper.workspace_of(steps)`.
+    packed: q and out are packed sequences as a batch of one, [1, tokens, heads, dim]; k and v likewise, or blocks of a
+    cache; lse is [heads, tokens].
     """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
     if not batch * queries * heads:
         return ()
     group = heads // kv_heads
-    pack = heads_per_block(queries, group)
     itemsize = q.dtype.itemsize
-    shift, left, right = _limits(queries, keys, causal, causal_alignment, window)
+    if packed is None:
+        shift, left, right = _limits(queries, keys, causal, causal_alignment, window)
+        pack = heads_per_block(queries, group)
+        rows = queries * pack
+    else:
+        shift, keys = 0, packed.key_length(k)
+        left, right = packed.limits(causal, window)
+        pack = heads_per_block(packed.typical_queries, group) if queries * group < 2**31 else 1
+        rows = packed.typical_queries * pack
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
     if tiles is None:
         plain = not scale_first and mask is None and window[0] < 0
-        tiles = choose_tiles(queries * pack, padded(head_dim), padded(value_dim), itemsize, plain, device)
+        paged = packed is not None and packed.block_table is not None
+        tiles = choose_tiles(rows, padded(head_dim), padded(value_dim), itemsize, plain, device, paged)
     features: dict[str, Any] = {
         "Element": q.dtype, "BiasElement": dtypes.f32 if bias is None else bias.dtype,
         "kLimitLeft": left is not None, "kLimitRight": right is not None, "kSoftcap": softcap > 0,
@@ -294,14 +253,23 @@ def plan_attention(
         scale, _LOG2E if scale_first else scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
     if isinstance(tiles, HopperTiles):
+        if packed is not None:
+            raise UnsupportedError(
+                "attention: the Hopper kernel", ["it takes no packed sequences"], "the generic kernel"
+            )
         return plan_hopper(q, k, v, out, tiles, bias, mask, features, args, device)
-    blocks = -(-queries * pack // tiles.block_rows) * (heads // pack) * batch
+    if packed is None:
+        blocks = -(-rows // tiles.block_rows) * (heads // pack) * batch
+        packing, packed_args = _DENSE_CONSTANTS, _DENSE_ARGUMENTS
+    else:  # see cuda_src/attention/packed_sequences.cuh
+        blocks = (queries * pack // tiles.block_rows + packed.sequences + 2) * (heads // pack)
+        packing, packed_args = packed.constants(causal_alignment), packed.arguments(k)
     if blocks >= 2**31:
         raise UnsupportedError(
             f"attention: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "a smaller batch"
         )
     kernel = kernel_spec(
-        "attention/attention.cu", "attention", _PARAMS, max_registers=tiles.registers, **features,
+        "attention/attention.cu", "attention", _PARAMS, max_registers=tiles.registers, **features, **packing,
         kHeadDim=padded(head_dim), kValueDim=padded(value_dim),
         kWarps=tiles.warps, kRowTiles=tiles.row_tiles, kBlockKeys=tiles.block_keys, kMinBlocks=tiles.min_blocks,
         kCopyBytes=_copy_bytes(q, k, v), kPackHeads=pack > 1,
@@ -310,8 +278,8 @@ def plan_attention(
         f"mma.sync, {tiles.block_rows} rows x {tiles.block_keys} keys a tile, "
         f"{pack} heads a block, copies of {kernel.constant('kCopyBytes')} bytes"
     )
-    smem = tiles.shared_memory(padded(head_dim), padded(value_dim), itemsize)
-    return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args, smem, reason=reason),)
+    smem = tiles.shared_memory(padded(head_dim), padded(value_dim), itemsize, packing["kPaged"])
+    return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args + packed_args, smem, reason=reason),)
 
 
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
@@ -336,7 +304,7 @@ ATTENTION = OpSpec(
         Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0), Attribute("return_lse", bool, False),
     ),
     outputs=("out", "lse"),
-    check=_check,
+    check=check_attention,
     infer=_infer,
     plan=_plan,
 )  # fmt: skip

@@ -1,7 +1,13 @@
-// Attention for dense tensors on any GPU with mma.sync and cp.async (sm_80 and later): softmax(scale Q K^T + ...) V.
+// Attention on any GPU with mma.sync and cp.async (sm_80 and later): softmax(scale Q K^T + ...) V.
 //
 //   q [batch, queries, heads, head_dim]    k [batch, keys, kv_heads, head_dim]    v [batch, keys, kv_heads, value_dim]
 //   out [batch, queries, heads, value_dim] lse [batch, heads, queries] fp32, natural logarithm, row-major, may be null
+// kVarlen, sequences of any lengths one behind the other:
+//   q [tokens, heads, head_dim]   k [tokens, kv_heads, head_dim]   v likewise   out like q   lse [heads, tokens]
+//   cu_seqlens_q, key_offsets [batch + 1]: where each sequence's queries and keys begin and end (packed_sequences.cuh)
+// kPaged, the same with keys in a cache of blocks, block_table [batch, columns] (paged_tile.cuh):
+//   k [blocks, block_size, kv_heads, head_dim]   v likewise   key_offsets [batch]: the number of keys of each sequence
+// query_length, key_length: extent of the sequence axis of q and k; kPaged: the keys that a row of the table reaches.
 // All tensors but lse by strides in elements. Query head h reads KV head h / group.
 //
 // One block takes kBlockRows query rows of one head and walks over the keys in tiles of kBlockKeys from left to right
@@ -20,6 +26,8 @@
 // the window, and a tile in which a row sees nothing leaves it unchanged to the bit. So results do not depend on the batch.
 #include "attention/logits.cuh"
 #include "attention/nonfinite.cuh"
+#include "attention/packed_sequences.cuh"
+#include "attention/paged_tile.cuh"
 #include "attention/product.cuh"
 #include "attention/tile.cuh"
 #include "common/convert_element.cuh"
@@ -53,6 +61,8 @@ constexpr bool kExactWeights = kScaleFirst || sizeof(Element) == 4;
 // Whether values that are not finite are taken out of tiles, and of all or only those in which a key is hidden.
 constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask;
 constexpr bool kDrops = kHides || kDropsAlways;
+static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
+static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 
 using Band = KeyBand<kLimitLeft, kLimitRight>;
 using QueryTile = Tile<Element, kBlockRows, kHeadDim>;
@@ -61,8 +71,10 @@ using ValueTile = Tile<Element, kBlockKeys, kValueDim>;
 using Scores = float[kRowTiles][kKeyTiles][4];
 using Output = float[kRowTiles][kColumnTiles][4];
 
-// Dynamic shared memory: the query tile, then two stages of a key tile and a value tile each.
+// Dynamic shared memory: the query tile, two stages of a key tile and a value tile each, and for kPaged the places of
+// the keys of two tiles.
 constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
+constexpr int kPlacesOffset = QueryTile::kBytes + 2 * kStageBytes;
 
 // A warp's rows on one tile of keys. kBandTest: the tile reaches beyond what some row may see. row_of(r) describes row r of
 // this lane; it is asked anew for every tile, because keeping the answers would take registers.
@@ -98,8 +110,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
               i64 bias_batch, i64 bias_head, i64 bias_query, i64 bias_key,              //
               i64 mask_batch, i64 mask_head, i64 mask_query, i64 mask_key,              //
               i64 sinks_stride, i64 slopes_stride,                                      //
-              int queries, int keys, int heads, int group, int head_dim, int value_dim,
-              int shift, int left, int right, float scale, float exponent_scale, float softcap, float softcap_rate) {
+              int query_length, int key_length, int heads, int group, int head_dim, int value_dim,
+              int dense_shift, int left, int right, float scale, float exponent_scale, float softcap,
+              float softcap_rate,  //
+              const QueryOffset* __restrict__ cu_seqlens_q, const KeyOffset* __restrict__ key_offsets,
+              const TableIndex* __restrict__ block_table,                                             //
+              i64 q_offset_stride, i64 key_offset_stride, i64 table_batch, i64 table_column,          //
+              int sequences, int blocks, int block_size) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the warp's number, and all that follows from it, is uniform.
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
@@ -107,21 +124,63 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   // The grid is one-dimensional, because only x may exceed 65535: row blocks fastest, so that blocks which read the same K
   // and V run together. Causal row blocks grow with their number; the long ones start first.
+  // Packed sequences have no such order: their slots (packed_sequences.cuh) follow one another, then the next head's.
   const int pack = kPackHeads ? group : 1;
+  int batch, row_block, first_head;
+  int queries = query_length, keys = key_length, shift = dense_shift;
+  int first_token = 0;  // of the sequence, among the packed queries
+  i64 k_origin, v_origin;
+  if constexpr (kVarlen) {
+    const QuerySegments<kBlockRows, QueryOffset> segments{cu_seqlens_q, q_offset_stride, sequences, query_length, pack};
+    const int slots = segments.slots();
+    first_head = static_cast<int>(blockIdx.x) / slots * pack;
+    const int slot = static_cast<int>(blockIdx.x) % slots;
+    const int segment = segments.find(slot);
+    row_block = slot - segments.first_slot(segment);
+    batch = segment - 1;
+    first_token = segments.begin(segment);
+    queries = segments.begin(segment + 1) - first_token;
+    const int row_blocks = (queries * pack + kBlockRows - 1) / kBlockRows;
+    if (row_block >= row_blocks) return;
+    if constexpr (kLimitRight) row_block = row_blocks - 1 - row_block;
+    int first_key = 0;
+    keys = 0;
+    if (batch >= 0 && batch < sequences) {
+      if constexpr (kPaged) {
+        keys = offset_within(key_offsets, batch * key_offset_stride, key_length);
+      } else {
+        first_key = offset_within(key_offsets, batch * key_offset_stride, key_length);
+        keys = max(0, offset_within(key_offsets, (batch + 1) * key_offset_stride, key_length) - first_key);
+      }
+    }
+    shift = kBottomRight ? keys - queries : 0;
+    k_origin = first_key * k_sequence;
+    v_origin = first_key * v_sequence;
+  } else {
+    const int row_blocks = (queries * pack + kBlockRows - 1) / kBlockRows;
+    const int packed_heads = heads / pack;
+    const int head_block = static_cast<int>(blockIdx.x) / row_blocks;
+    row_block = static_cast<int>(blockIdx.x) - head_block * row_blocks;
+    if constexpr (kLimitRight) row_block = row_blocks - 1 - row_block;
+    batch = head_block / packed_heads;
+    first_head = (head_block - batch * packed_heads) * pack;
+    k_origin = batch * k_batch;
+    v_origin = batch * v_batch;
+  }
   const int total_rows = queries * pack;
-  const int row_blocks = (total_rows + kBlockRows - 1) / kBlockRows;
-  const int packed_heads = heads / pack;
-  const int head_block = static_cast<int>(blockIdx.x) / row_blocks;
-  int row_block = static_cast<int>(blockIdx.x) - head_block * row_blocks;
-  if constexpr (kLimitRight) row_block = row_blocks - 1 - row_block;
-  const int batch = head_block / packed_heads;
-  const int first_head = (head_block - batch * packed_heads) * pack;
   const int block_row = row_block * kBlockRows;
   const int warp_row = block_row + warp * kWarpRows;
 
-  const Element* q_base = q + batch * q_batch;
-  const Element* k_base = k + batch * k_batch + first_head / group * k_head;
-  const Element* v_base = v + batch * v_batch + first_head / group * v_head;
+  // Where the sequence's queries, outputs and LSE begin.
+  const auto q_origin = [&] { return kVarlen ? first_token * q_sequence : batch * q_batch; };
+  const auto out_origin = [&] { return kVarlen ? first_token * out_sequence : batch * out_batch; };
+  const auto lse_index = [&](int head, int query) {
+    return kVarlen ? static_cast<i64>(head) * query_length + first_token + query
+                   : (static_cast<i64>(batch) * heads + head) * queries + query;
+  };
+  const Element* q_base = q + q_origin();
+  const Element* k_base = k + k_origin + first_head / group * k_head;
+  const Element* v_base = v + v_origin + first_head / group * v_head;
 
   // Tiles of keys that some row of the block may see, and of those the keys that all rows see.
   const Band band{keys, shift, left, right};
@@ -158,13 +217,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   };
   const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
 
+  // kPaged: where the keys of a tile lie, found a tile ahead. Two tiles' places, as one may still be read.
+  OwnPlaces<kBlockKeys, kThreads> own_places;
+  const BlockRow<TableIndex> block_row_of_table{block_table + batch * table_batch, table_column, blocks, block_size};
+  const auto places_of = [&](int tile) {
+    return reinterpret_cast<KeyPlace*>(smem + kPlacesOffset) + (tile - first_tile) % 2 * kBlockKeys;
+  };
+  const auto find_places = [&](int tile) {
+    own_places.find(block_row_of_table, tile * kBlockKeys, band.begin(first_query), keys);
+  };
+
   const auto copy_keys_and_values = [&](int tile) {
     unsigned char* stage = smem + QueryTile::kBytes + (tile - first_tile) % 2 * kStageBytes;
-    const int first_key = tile * kBlockKeys;
-    copy_tile<KeyTile, kCopyBytes, kThreads>(stage, k_base + first_key * k_sequence, k_sequence, keys - first_key,
-                                             head_dim, k_dim, k_base);
-    copy_tile<ValueTile, kCopyBytes, kThreads>(stage + KeyTile::kBytes, v_base + first_key * v_sequence, v_sequence,
-                                               keys - first_key, value_dim, v_dim, v_base);
+    if constexpr (kPaged) {
+      const KeyPlace* places = places_of(tile);
+      copy_paged_tile<KeyTile, kCopyBytes, kThreads>(stage, places, k_base, k_batch, k_sequence, head_dim, k_dim);
+      copy_paged_tile<ValueTile, kCopyBytes, kThreads>(stage + KeyTile::kBytes, places, v_base, v_batch, v_sequence,
+                                                       value_dim, v_dim);
+    } else {
+      const int first_key = tile * kBlockKeys;
+      copy_tile<KeyTile, kCopyBytes, kThreads>(stage, k_base + first_key * k_sequence, k_sequence, keys - first_key,
+                                               head_dim, k_dim, k_base);
+      copy_tile<ValueTile, kCopyBytes, kThreads>(stage + KeyTile::kBytes, v_base + first_key * v_sequence, v_sequence,
+                                                 keys - first_key, value_dim, v_dim, v_base);
+    }
   };
 
   if (first_tile < end_tile) {
@@ -175,6 +251,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           return q_base + query_of(row) * q_sequence + head_of(row) * q_head;
         },
         total_rows - block_row, head_dim, q_dim, q_base);
+    if constexpr (kPaged) {
+      find_places(first_tile);
+      own_places.publish(places_of(first_tile));
+      find_places(first_tile + 1);
+      __syncthreads();
+    }
     copy_keys_and_values(first_tile);
     ptx::cp_async_commit_group();
   }
@@ -193,9 +275,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         last_repair = tile;
       }
     }
+    if constexpr (kPaged) own_places.publish(places_of(tile + 1));
     __syncthreads();
     if (tile + 1 < end_tile) copy_keys_and_values(tile + 1);
     ptx::cp_async_commit_group();
+    if constexpr (kPaged) find_places(tile + 2);
 
     if (!warp_has_rows || end_key <= warp_begin || first_key >= warp_end) continue;
     const unsigned char* warp_queries = smem + warp * kWarpRows * QueryTile::kPitch;
@@ -217,8 +301,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     factor *= softmax[r].normalizer();
     if (row >= total_rows) continue;
     if (lse != nullptr && lane % 4 == 0)
-      lse[(static_cast<i64>(batch) * heads + head) * queries + query] = softmax[r].log_sum_exp();
-    Element* out_row = out + batch * out_batch + query * out_sequence + head * out_head;
+      lse[lse_index(head, query)] = softmax[r].log_sum_exp();
+    Element* out_row = out + out_origin() + query * out_sequence + head * out_head;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const int column = n * 8 + lane % 4 * 2;
@@ -246,12 +330,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     atomicMin(&range[0], first_repair);
     atomicMax(&range[1], last_repair);
     __syncthreads();
+    const auto value_row = [&](int key) -> const Element* {
+      if constexpr (kPaged) {
+        const KeyPlace place = block_row_of_table.find(key);
+        return place.block < 0 ? nullptr : v_base + place.block * v_batch + place.slot * v_sequence;
+      } else {
+        return v_base + key * v_sequence;
+      }
+    };
     for (int r = static_cast<int>(threadIdx.x); r < min(kBlockRows, total_rows - block_row); r += kThreads) {
       const int query = query_of(block_row + r);
       const int head = head_of(block_row + r);
-      repair_row<Features>(out + batch * out_batch + query * out_sequence + head * out_head, out_dim, v_base, v_sequence,
-                           v_dim, value_dim, range[0] * kBlockKeys, (range[1] + 1) * kBlockKeys, query_row(query, head),
-                           band, rules);
+      Element* out_row = out + out_origin() + query * out_sequence + head * out_head;
+      repair_row<Features, kPaged>(out_row, out_dim, value_row, v_dim, value_dim, range[0] * kBlockKeys,
+                                   (range[1] + 1) * kBlockKeys, query_row(query, head), band, rules);
     }
   }
 }

@@ -1,0 +1,130 @@
+"""The rules of `attention`, and those that `varlen_attention` shares with it: every one that a call breaks is named."""
+
+from __future__ import annotations
+
+from cki import dtypes
+from cki.dtypes import DType
+from cki.ops.spec import Problem
+
+MAX_HEAD_DIM = 256
+FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
+_ALIGNMENTS = ("bottom_right", "top_left")
+
+
+def check_tensors(problem: Problem, query_axes: str, key_axes: str) -> bool:
+    """Ranks and element types of q, k and v; whether shapes can be compared at all.
+
+    query_axes, key_axes: the axes by name, "batch, queries, heads, head_dim".
+    """
+    q, k, v = problem["q"], problem["k"], problem["v"]
+    ranked = True
+    for name, tensor, axes in (("q", q, query_axes), ("k", k, key_axes), ("v", v, key_axes)):
+        wanted = axes.count(",") + 1
+        if tensor.ndim != wanted:
+            ranked = False
+            problem.reject(
+                f"{name} has shape {tensor.shape}, which has {tensor.ndim} axes, not {wanted}",
+                f"q [{query_axes}], k and v [{key_axes}]",
+            )
+        if tensor.dtype not in FLOATS:
+            problem.reject_type(f"{name} has dtype {tensor.dtype}", "q, k and v of dtype f32, f16 or bf16")
+    if not q.dtype == k.dtype == v.dtype:
+        problem.reject_type(
+            f"q has dtype {q.dtype}, k has dtype {k.dtype}, v has dtype {v.dtype}", "q, k and v of one dtype"
+        )
+    return ranked
+
+
+def check_heads(problem: Problem) -> None:
+    """Heads and head dimensions, the last two axes of q, k and v."""
+    q, k, v = problem["q"], problem["k"], problem["v"]
+    if k.shape[-2] != v.shape[-2]:
+        problem.reject(
+            f"k has {k.shape[-2]} heads, v has {v.shape[-2]}",
+            f"k and v with the same heads (axis {k.ndim - 2})",
+        )
+    if q.shape[-2] and (k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]):
+        problem.reject(
+            f"q has {q.shape[-2]} heads, which is no multiple of k's {k.shape[-2]}",
+            "query heads a multiple of KV heads",
+        )
+    if q.shape[-1] != k.shape[-1]:
+        problem.reject(
+            f"q has head_dim {q.shape[-1]}, k has head_dim {k.shape[-1]}",
+            "q and k of one head_dim (last axis)",
+        )
+    for name, tensor in (("q", q), ("v", v)):
+        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+            problem.reject(f"{name} has head_dim {tensor.shape[-1]}", f"a head_dim of 1 to {MAX_HEAD_DIM}")
+
+
+def check_per_head(problem: Problem, name: str) -> None:
+    """sinks or alibi_slopes, where given: f32, one a query head."""
+    tensor = problem.get(name)
+    if tensor is None:
+        return
+    heads = problem["q"].shape[-2]
+    if tensor.shape != (heads,):
+        problem.reject(f"{name} has shape {tensor.shape}, q has {heads} heads", f"{name} of shape ({heads},)")
+    if tensor.dtype != dtypes.f32:
+        problem.reject_type(f"{name} has dtype {tensor.dtype}", f"{name} of dtype f32")
+
+
+def check_attributes(problem: Problem) -> None:
+    """causal_alignment, window and softcap."""
+    alignment, window = problem.attribute("causal_alignment"), problem.attribute("window")
+    if alignment not in _ALIGNMENTS:
+        problem.reject(f"causal_alignment is {alignment!r}", 'causal_alignment "bottom_right" or "top_left"')
+    if len(window) != 2 or not all(
+        isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window
+    ):
+        problem.reject(
+            f"window is {window!r}", "window a pair (left, right) of integers, each at least -1 (no limit)"
+        )
+    if problem.attribute("softcap") < 0:
+        problem.reject(f"softcap is {problem.attribute('softcap')}", "softcap of at least 0 (0 is off)")
+
+
+def _check_lengths(problem: Problem) -> None:
+    q, k, v = problem["q"], problem["k"], problem["v"]
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        problem.reject(
+            f"batch sizes differ: q has {q.shape[0]}, k has {k.shape[0]}, v has {v.shape[0]}",
+            "one batch size",
+        )
+    if k.shape[1] != v.shape[1]:
+        problem.reject(f"k has {k.shape[1]} keys, v has {v.shape[1]}", "k and v of one length (axis 1)")
+    if q.shape[1] + k.shape[1] >= 2**30:
+        problem.reject(
+            f"{q.shape[1]} queries and {k.shape[1]} keys", "fewer than 2**30 queries and keys together"
+        )
+
+
+def _check_broadcast(problem: Problem, name: str, allowed: tuple[DType, ...]) -> None:
+    tensor = problem.get(name)
+    if tensor is None:
+        return
+    q, k = problem["q"], problem["k"]
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    aligned = (1,) * (4 - tensor.ndim) + tensor.shape
+    if tensor.ndim > 4 or any(have not in (1, want) for have, want in zip(aligned, full)):
+        problem.reject(
+            f"{name} has shape {tensor.shape}, which does not broadcast to {full}",
+            f"{name} broadcastable to [batch, heads, queries, keys]",
+        )
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(t) for t in allowed)
+        problem.reject_type(f"{name} has dtype {tensor.dtype}", f"{name} of dtype {names}")
+
+
+def check_attention(problem: Problem) -> None:
+    """Rules of `attention`."""
+    check_attributes(problem)
+    if not check_tensors(problem, "batch, queries, heads, head_dim", "batch, keys, kv_heads, head_dim"):
+        return
+    _check_lengths(problem)
+    check_heads(problem)
+    _check_broadcast(problem, "bias", FLOATS)
+    _check_broadcast(problem, "mask", (dtypes.bool_, dtypes.u8))
+    check_per_head(problem, "sinks")
+    check_per_head(problem, "alibi_slopes")

@@ -1,0 +1,175 @@
+"""The rules of `varlen_attention`: every one that a call breaks is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cki import dtypes
+from cki.errors import InvalidArgumentError
+from cki.ops.attention_rules import check_attributes, check_heads, check_per_head, check_tensors
+from cki.ops.spec import Problem
+from cki.ops.validate import host_values
+
+_INDICES = (dtypes.i32, dtypes.i64)
+_PACKED = "tokens, kv_heads, head_dim"
+_BLOCKS = "blocks, block_size, kv_heads, head_dim"
+
+
+def _check_index(problem: Problem, name: str, shape: tuple[int, ...]) -> None:
+    """One tensor of offsets, lengths or blocks."""
+    index = problem[name]
+    if index.dtype not in _INDICES:
+        problem.reject_type(f"{name} has dtype {index.dtype}", f"{name} of dtype int32 or int64")
+    if index.shape != shape:
+        problem.reject(f"{name} has shape {index.shape}", f"{name} of shape {shape}")
+
+
+def _check_packed_keys(problem: Problem, offsets: tuple[int, ...]) -> None:
+    q, k, v = problem["q"], problem["k"], problem["v"]
+    if problem.get("seq_lens") is not None:
+        problem.reject(
+            "seq_lens is given without block_table", "seq_lens with a block_table, or cu_seqlens_k alone"
+        )
+    if problem.get("cu_seqlens_k") is not None:
+        _check_index(problem, "cu_seqlens_k", offsets)
+    elif q.shape[0] != k.shape[0]:
+        problem.reject(
+            f"q has {q.shape[0]} tokens, k has {k.shape[0]}, and there is no cu_seqlens_k",
+            "as many keys as queries (axis 0), or cu_seqlens_k",
+        )
+    if k.shape[0] != v.shape[0]:
+        problem.reject(f"k has {k.shape[0]} tokens, v has {v.shape[0]}", "k and v of one length (axis 0)")
+    if q.shape[0] + k.shape[0] >= 2**30:
+        problem.reject(
+            f"{q.shape[0]} queries and {k.shape[0]} keys", "fewer than 2**30 queries and keys together"
+        )
+
+
+def _check_paged_keys(problem: Problem, batch: int) -> None:
+    q, k, v, table = problem["q"], problem["k"], problem["v"], problem["block_table"]
+    if problem.get("cu_seqlens_k") is not None:
+        problem.reject("cu_seqlens_k is given beside block_table", "seq_lens with a block_table")
+    if problem.get("seq_lens") is None:
+        problem.reject(
+            "block_table is given without seq_lens", f"seq_lens of shape ({batch},) with a block_table"
+        )
+    else:
+        _check_index(problem, "seq_lens", (batch,))
+    _check_index(problem, "block_table", (batch, table.shape[1] if table.ndim == 2 else 0))
+    if k.shape[:2] != v.shape[:2]:
+        problem.reject(
+            f"k holds {k.shape[:2]} blocks and places, v {v.shape[:2]}", "k and v with the same blocks"
+        )
+    if k.shape[1] == 0:
+        problem.reject("k has blocks of 0 places", "a block_size of at least 1")
+    if k.shape[0] >= 2**31:
+        problem.reject(f"k has {k.shape[0]} blocks", "fewer than 2**31 blocks")
+    if q.shape[0] >= 2**30:
+        problem.reject(f"{q.shape[0]} queries", "fewer than 2**30 queries")
+
+
+def check_varlen(problem: Problem) -> None:
+    """Rules of `varlen_attention`."""
+    check_attributes(problem)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        longest = problem.attribute(name)
+        if longest is not None and longest < 0:
+            problem.reject(f"{name} is {longest}", f"{name} of at least 0, or None")
+    paged = problem.get("block_table") is not None
+    ranked = check_tensors(problem, "tokens, heads, head_dim", _BLOCKS if paged else _PACKED)
+    offsets = problem["cu_seqlens_q"]
+    if offsets.ndim != 1 or not offsets.shape[0]:
+        problem.reject(f"cu_seqlens_q has shape {offsets.shape}", "cu_seqlens_q of shape (batch + 1,)")
+        return
+    if not ranked:
+        return
+    _check_index(problem, "cu_seqlens_q", offsets.shape)
+    if paged:
+        _check_paged_keys(problem, offsets.shape[0] - 1)
+    else:
+        _check_packed_keys(problem, offsets.shape)
+    check_heads(problem)
+    check_per_head(problem, "sinks")
+    check_per_head(problem, "alibi_slopes")
+
+
+def _offset_problems(name: str, offsets: np.ndarray[Any, Any], total: int, longest: Any) -> list[str]:
+    problems = []
+    for i in np.flatnonzero(np.diff(offsets) < 0)[:1].tolist():
+        problems.append(f"{name} goes down: [{i}] is {offsets[i]}, [{i + 1}] is {offsets[i + 1]}")
+    outside = offsets[(offsets < 0) | (offsets > total)]
+    if outside.size:
+        problems.append(f"{name} holds {outside[0]}, there are {total} tokens")
+    lengths = np.diff(offsets)
+    if longest is not None and lengths.size and lengths.max() > longest:
+        problems.append(
+            f"{name} holds a sequence of {lengths.max()} tokens, the maximum is said to be {longest}"
+        )
+    return problems
+
+
+def _block_problems(
+    cu_seqlens_q: np.ndarray[Any, Any],
+    table: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+    cache_shape: tuple[int, ...],
+    left: int,
+    bottom_right: bool,
+) -> list[str]:
+    blocks, block_size = cache_shape[:2]
+    reach = table.shape[1] * block_size
+    problems = []
+    for sequence, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= reach:
+            problems.append(
+                f"seq_lens[{sequence}] is {length}, block_table has {table.shape[1]} columns of blocks of {block_size}"
+            )
+            continue
+        shift = length - int(cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence]) if bottom_right else 0
+        first = max(shift - left, 0) // block_size if left >= 0 else 0
+        used = table[sequence, first : -(-length // block_size)]
+        outside = used[(used < 0) | (used >= blocks)]
+        if outside.size:
+            problems.append(
+                f"block_table[{sequence}] holds {int(outside[0])} within its length, the cache has {blocks} blocks"
+            )
+    return problems
+
+
+def validate_varlen(
+    q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any, seq_lens: Any, *,
+    max_seqlen_q: Any, max_seqlen_k: Any, left: Any, bottom_right: bool,
+) -> None:  # fmt: skip
+    """CKI_VALIDATE=1: offsets that rise within the tokens, lengths within the table, entries within the cache.
+
+    Tensors of wrong shapes or types are left to the rules.
+    """
+    tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seq_lens": seq_lens}
+    if any(len(t.shape) != 1 for t in tensors.values() if t is not None):
+        return
+    host = {name: host_values(t, name) for name, t in tensors.items() if t is not None}
+    if any(values.dtype.kind != "i" for values in host.values()):
+        return
+    problems = _offset_problems("cu_seqlens_q", host["cu_seqlens_q"], int(q.shape[0]), max_seqlen_q)
+    if cu_seqlens_k is not None:
+        problems += _offset_problems("cu_seqlens_k", host["cu_seqlens_k"], int(k.shape[0]), max_seqlen_k)
+    if block_table is not None and seq_lens is not None and len(block_table.shape) == 2 and len(k.shape) == 4:
+        table = host_values(block_table, "block_table")
+        batch = len(host["seq_lens"])
+        if table.dtype.kind == "i" and len(table) == batch == len(host["cu_seqlens_q"]) - 1 and k.shape[1]:
+            window = left if isinstance(left, int) else -1
+            problems += _block_problems(
+                host["cu_seqlens_q"], table, host["seq_lens"], tuple(k.shape), window, bottom_right
+            )
+            if max_seqlen_k is not None and batch and host["seq_lens"].max() > max_seqlen_k:
+                problems.append(
+                    f"seq_lens holds {host['seq_lens'].max()}, the maximum is said to be {max_seqlen_k}"
+                )
+    if problems:
+        raise InvalidArgumentError(
+            "varlen_attention: lengths or blocks outside the tensors", problems,
+            "offsets that rise from 0 to the number of tokens, seq_lens from 0 to columns * block_size, "
+            "blocks from 0 to blocks - 1",
+        )  # fmt: skip

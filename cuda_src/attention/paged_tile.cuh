@@ -1,0 +1,76 @@
+// Tiles of keys and values out of a paged cache: where each key of a tile lies, and the copy from there.
+//
+// The places of a tile's keys are found by the block together, each thread for its own keys, and handed over in shared
+// memory: one look into the block table and one division a key, however many threads copy pieces of its row. The table
+// is read a whole tile ahead of the copy that needs it, so that its latency lies behind the products.
+#pragma once
+
+#include "attention/tile.cuh"
+#include "common/types.cuh"
+
+namespace cki::attention {
+
+// A key's place in the cache. block < 0: there is none, and zeros stand for it.
+struct KeyPlace {
+  int block;
+  int slot;
+};
+
+// One sequence's row of the block table.
+template <class TableIndex>
+struct BlockRow {
+  const TableIndex* entries;
+  i64 entry_stride;
+  int blocks;  // of the cache
+  int block_size;
+
+  // Entries outside the cache stand for zeros.
+  __device__ __forceinline__ KeyPlace find(int key) const {
+    const int column = key / block_size;
+    const i64 block = static_cast<i64>(entries[column * entry_stride]);
+    return {block >= 0 && block < blocks ? static_cast<int>(block) : -1, key - column * block_size};
+  }
+};
+
+// The places of the keys of a tile that this thread looks up: kTileKeys shared out among kThreads.
+template <int kTileKeys, int kThreads>
+struct OwnPlaces {
+  static constexpr int kCount = (kTileKeys + kThreads - 1) / kThreads;
+  KeyPlace places[kCount];
+
+  // Of the tile from first_key on. Keys outside [begin, end) are not looked up.
+  template <class TableIndex>
+  __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int begin, int end) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int key = first_key + static_cast<int>(threadIdx.x) + i * kThreads;
+      places[i] = key >= begin && key < end ? row.find(key) : KeyPlace{-1, 0};
+    }
+  }
+
+  __device__ __forceinline__ void publish(KeyPlace* tile_places) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int key = static_cast<int>(threadIdx.x) + i * kThreads;
+      if (kTileKeys % kThreads == 0 || key < kTileKeys) tile_places[key] = places[i];
+    }
+  }
+};
+
+// Starts the copy of a tile whose rows lie at `places`. `head`: the cache's first element of the KV head.
+template <class T, int kCopyBytes, int kThreads>
+__device__ __forceinline__ void copy_paged_tile(unsigned char* tile, const KeyPlace* places,
+                                                const typename T::Element* head, i64 block_stride, i64 slot_stride,
+                                                int head_dim, i64 dim_stride) {
+  using Element = typename T::Element;
+  constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
+  const i64 piece_stride = kPerPiece == 1 ? dim_stride : kPerPiece;
+  PieceShare<T, kCopyBytes, kThreads>::for_each_own([&](int row, int piece) {
+    const KeyPlace place = places[row];
+    const Element* source = head + place.block * block_stride + place.slot * slot_stride + piece * piece_stride;
+    copy_piece<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes, source,
+                           place.block >= 0 && piece * kPerPiece < head_dim, head);
+  });
+}
+
+}  // namespace cki::attention
