@@ -94,10 +94,17 @@ def value_span(value_dim: int) -> int:
     return next(span for span in (128, 64, 32) if value_dim * 2 % span == 0)
 
 
-def heads_per_section(kv_bytes: int, group: int, batch_heads: int, device: DeviceInfo) -> int:
-    """(batch, head) pairs whose keys and values stay in L2 together: whole groups.  kv_bytes: of one KV head."""
-    fitting = max(1, device.l2_bytes // _L2_SHARE // max(kv_bytes, 1))
-    return min(batch_heads, fitting * group)
+def heads_per_section(
+    kv_bytes: int, group: int, batch_heads: int, row_blocks: int, resident: int, device: DeviceInfo
+) -> int:
+    """(batch, head) pairs whose keys and values stay in L2 together: whole groups.
+
+    kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  A section has tiles for
+    one and a half rounds of them at least, so that in the last section long causal tiles find short ones to end with.
+    """
+    fitting = max(1, device.l2_bytes // _L2_SHARE // max(kv_bytes, 1)) * group
+    balanced = -(-3 * resident // (2 * max(row_blocks, 1)))
+    return min(batch_heads, max(fitting, -(-balanced // group) * group))
 
 
 def choose_hopper_tiles(

@@ -107,7 +107,8 @@ def plan_hopper(
         )
     resident = device.sm_count * tiles.blocks_per_sm
     blocks = work if tiles.schedule == "single" else min(work, resident)
-    section = heads_per_section(keys * (head_dim + value_dim) * itemsize, group, batch * heads, device)
+    kv_bytes = keys * (head_dim + value_dim) * itemsize
+    section = heads_per_section(kv_bytes, group, batch * heads, row_blocks, resident, device)
     producer_registers, consumer_registers = tiles.register_shares
     kernel = kernel_spec(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,

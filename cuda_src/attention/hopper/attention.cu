@@ -141,18 +141,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       key_ring.advance();
     };
     while (work.has_work()) {
-      work.draw();
       const WorkTile tile = order.tile<kLimitRight>(work.number);
       const int first_row = tile.row_block * kBlockRows;
       const Range range(band, first_row, min(first_row + kBlockRows, queries));
       const int kv_head = tile.head / group;
-      if (!range.is_empty()) {
+      if (range.is_empty()) {
+        work.draw();
+      } else {
         load_keys(range.end_tile - 1, kv_head, tile.batch);
         query_ring.wait_empty();
         load_tile<QueryTile>(smem + Layout::kQueries, &q_map, query_ring.full, first_row, tile.head, tile.batch);
         query_ring.advance();
         for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
-          if (j > range.begin_tile) load_keys(j - 1, kv_head, tile.batch);
+          if (j > range.begin_tile) {
+            load_keys(j - 1, kv_head, tile.batch);
+          } else {
+            work.draw();
+          }
           value_ring.wait_empty();
           load_tile<ValueTile>(smem + Layout::kValues + value_ring.stage * ValueTile::kBytes, &v_map,
                                value_ring.full + value_ring.stage, j * kBlockKeys, kv_head, tile.batch);
@@ -226,9 +231,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     finish_scores<decltype(band_test)::kValue>(scores, rows, correction, tile * kBlockKeys, band, rules,
                                                exponent_scale);
     ptx::wgmma_fence_registers(scores);
-    // Needed only in the next step. Here its branch keeps ptxas from moving exponentials behind the wait below, where
-    // they would no longer run beside the product.
-    if (!is_last) key_ring.wait_full();
+    // Needed only in the next step. Here the branch keeps ptxas from moving exponentials behind the wait below, where they
+    // would no longer run beside the product. After the last scores the queries of the next tile may come.
+    if (is_last) {
+      query_ring.release();
+    } else {
+      key_ring.wait_full();
+    }
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence_registers(rows.output);
     value_ring.release();
@@ -264,17 +273,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
       for (; j >= own_end; --j) skip_tile();
       if (!own.is_empty()) {
-        if (own.is_partial(j)) {
+        if (kHasLimits || own.passes_common_end(j)) {
           first_step(rows, Constant<true>{}, j);
         } else {
           first_step(rows, Constant<false>{}, j);
         }
-        for (--j; j >= own.begin_tile; --j) {
-          if (kHasLimits && own.is_partial(j)) {
-            step(rows, Constant<kHasLimits>{}, j, j == own.begin_tile);
-          } else {
-            step(rows, Constant<false>{}, j, j == own.begin_tile);
-          }
+        if (j == own.begin_tile) query_ring.release();
+        --j;
+        // A loop for each kind of tile: in one loop with a branch ptxas schedules neither kind as well.
+        if constexpr (kLimitRight) {
+          for (; j >= own.begin_tile && own.passes_common_end(j); --j)
+            step(rows, Constant<true>{}, j, j == own.begin_tile);
+        }
+        const int whole_begin = kLimitLeft ? max(own.begin_tile, own.first_after_common_begin()) : own.begin_tile;
+        for (; j >= whole_begin; --j) step(rows, Constant<false>{}, j, j == own.begin_tile);
+        if constexpr (kLimitLeft) {
+          for (; j >= own.begin_tile; --j) step(rows, Constant<true>{}, j, j == own.begin_tile);
         }
         value_ring.wait_full();
         ptx::wgmma_fence();
@@ -284,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         value_ring.release();
       }
       for (; j >= block.begin_tile; --j) skip_tile();
-      query_ring.release();
+      if (own.is_empty()) query_ring.release();
     }
 
     // Epilogue.

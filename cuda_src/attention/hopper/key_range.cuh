@@ -25,10 +25,11 @@ struct KeyRange {
 
   __device__ __forceinline__ bool is_empty() const { return begin_tile >= end_tile; }
 
-  // Whether some row does not see some key of the tile (which may reach past the last key).
-  __device__ __forceinline__ bool is_partial(int tile) const {
-    return tile * kBlockKeys < common_begin || (tile + 1) * kBlockKeys > common_end;
-  }
+  // Whether some row does not see the tile's last key (which may be past the end of all).
+  __device__ __forceinline__ bool passes_common_end(int tile) const { return (tile + 1) * kBlockKeys > common_end; }
+
+  // The first tile whose first key all rows see, if they see its last.
+  __device__ __forceinline__ int first_after_common_begin() const { return (common_begin + kBlockKeys - 1) / kBlockKeys; }
 };
 
 }  // namespace cki::attention

@@ -71,7 +71,8 @@ struct WorkSource {
 
   __device__ __forceinline__ bool has_work() const { return number < total; }
 
-  // Producer: starts to draw the next number; its latency hides behind the copies of the current tile.
+  // Producer: draws the next number. Late, while the last copies of a tile wait for room: a number drawn at the start of a
+  // long tile would be the longest of those left, in the hands of the block that comes to it last.
   __device__ __forceinline__ void draw() {
     if constexpr (kSchedule == Schedule::dynamic) drawn = static_cast<int>(gridDim.x + atomicAdd(counter, 1u));
   }
