@@ -4,6 +4,7 @@
     python bench/linear.py --shape 8192x1024x4096:gelu --all-tiles --tile 256x128w4x2s3
     python bench/linear.py --shape 4096x4096x4096 --dtype f32 --layout out_in
     python bench/linear.py --hopper                     # the Hopper kernel's tuning run (linear_hopper.py)
+    python bench/linear.py --skinny                     # that of the kernel for few rows (linear_skinny.py)
 
 A shape is ROWSxDEPTHxCOLUMNS, with `:gelu` or `:residual` for a layer with that epilogue; all have a bias.  torch's
 time is that of `addmm` and, where there is one, its separate GELU or addition.  `vs_torch` is torch's time over ours.
@@ -30,6 +31,7 @@ from cki import reference
 from cki.device import cuda_device
 from cki.heuristics.linear import TILES_16BIT, TILES_FP32, Tile, choose_tile
 from cki.heuristics.linear_hopper import HopperTile
+from cki.heuristics.linear_skinny import SkinnyTile
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, Activation, WeightLayout, plan_linear
 from cki.plan import Plan
@@ -71,7 +73,7 @@ class LinearProblem(NamedTuple):
         return "gelu" if self.epilogue == "gelu" else None
 
 
-def cki_call(problem: LinearProblem, tile: Tile | HopperTile | None) -> Callable[..., object]:
+def cki_call(problem: LinearProblem, tile: Tile | HopperTile | SkinnyTile | None) -> Callable[..., object]:
     """`f(x, w, bias, residual, y)` by CKI; tile None is the public function with the heuristic's choice."""
     spec = LINEAR
     if tile is not None:
@@ -242,24 +244,31 @@ def main() -> None:
     parser.add_argument(
         "--hopper", action="store_true", help="check and time every tile of the Hopper kernel"
     )
+    parser.add_argument(
+        "--skinny", action="store_true", help="check and time every tile of the kernel for few rows"
+    )
     parser.add_argument("--hopper-worker", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--skinny-worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    tuned: Any = None  # the module of a tuning run
     if arguments.hopper_worker or arguments.hopper:
-        import linear_hopper
-    if arguments.hopper_worker:
-        text, dtype, layout, *names = arguments.hopper_worker
+        import linear_hopper as tuned
+    elif arguments.skinny_worker or arguments.skinny:
+        import linear_skinny as tuned
+    if arguments.hopper_worker or arguments.skinny_worker:
+        text, dtype, layout, *names = arguments.hopper_worker or arguments.skinny_worker
         rows, depth, columns, epilogue = _shape(text)
-        linear_hopper.worker(LinearProblem(rows, depth, columns, epilogue, dtype, layout), names)
+        tuned.worker(LinearProblem(rows, depth, columns, epilogue, dtype, layout), names)
         return
-    texts = linear_hopper.SHAPES if arguments.hopper else SHAPES
     problems = [
         LinearProblem(rows, depth, columns, epilogue, dtype, layout)
-        for dtype in arguments.dtype or (["bf16"] if arguments.hopper else ["f16"])
-        for layout in arguments.layout or ["in_out"]
-        for rows, depth, columns, epilogue in arguments.shape or [_shape(text) for text in texts]
+        for dtype in arguments.dtype or (["bf16"] if tuned else ["f16"])
+        for layout in arguments.layout or (["in_out", "out_in"] if arguments.skinny else ["in_out"])
+        for rows, depth, columns, epilogue in arguments.shape
+        or [_shape(text) for text in (tuned.SHAPES if tuned else SHAPES)]
     ]
-    if arguments.hopper:
-        linear_hopper.run(problems)
+    if tuned:
+        tuned.run(problems)
         return
     common.require_gpu()
     measured = [row for problem in problems for row in measure(problem, arguments.all_tiles, arguments.tile)]
