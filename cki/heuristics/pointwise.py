@@ -78,8 +78,7 @@ def tile_config(
     if rows * vectors <= 2 * device.sm_count * _THREADS * most:
         most = 1
     found = []
-    per_thread = most
-    while per_thread:
+    for per_thread in range(most, 0, -1):
         for lanes in (256, 128, 64, 32, 16, 8, 4, 2, 1):
             reach = lanes * per_thread
             tiles = -(-vectors // reach)
@@ -88,7 +87,6 @@ def tile_config(
             # Up to an eighth of the threads may idle; then most in flight, then fewest tiles.
             idle = (tiles * reach - vectors) / (tiles * reach)
             found.append((0.0 if idle <= 0.125 else idle, -per_thread, tiles, lanes))
-        per_thread //= 2
     _, negative, tiles, lanes = min(found)
     full = tiles * lanes * -negative * size == width
     return TileConfig(size, lanes, _THREADS // lanes, -negative, full, min_blocks)

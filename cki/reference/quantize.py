@@ -44,4 +44,5 @@ def _nearest(values: Result) -> Result:
     magnitude = np.minimum(np.abs(values), _LARGEST)
     _, exponent = np.frexp(np.where(magnitude > 0, magnitude, 1.0))
     step = 2.0 ** (np.maximum(exponent - 1, -6) - 3)
-    return np.copysign(np.minimum(np.rint(magnitude / step) * step, _LARGEST), values)
+    nearest: Result = np.copysign(np.minimum(np.rint(magnitude / step) * step, _LARGEST), values)
+    return nearest
