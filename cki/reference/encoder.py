@@ -21,7 +21,8 @@ Result = NDArray[np.float64]
 def fused_attention(
     x: Array, wq: Array, wk: Array | None, wv: Array | None, wo: Array, gamma: Array | None = None,
     beta: Array | None = None, bq: Array | None = None, bk: Array | None = None, bv: Array | None = None,
-    bo: Array | None = None, mask: Array | None = None, *, num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False,
+    bo: Array | None = None, mask: Array | None = None, *, num_heads: int, head_dim: int,
+    num_kv_heads: int | None = None, causal: bool = False,
     pre_ln: bool = True, residual: bool = True, epsilon: float = 1e-5, scale: float | None = None,
     weight_layout: str = "in_out",
 ) -> Result:  # fmt: skip
