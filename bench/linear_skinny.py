@@ -120,12 +120,10 @@ def expected(problem: LinearProblem, inputs: Sequence[Any]) -> Any:
     return y if residual is None else y + residual.double()
 
 
-def error_of(run: Callable[..., object], inputs: Sequence[Any], truth: Any) -> float:
+def error_of(run: Callable[..., Any], inputs: Sequence[Any], truth: Any) -> float:
     """Largest error of a call, relative to the largest value; NaN where something is not written."""
-    y = inputs[-1]
-    y.fill_(float("nan"))
-    run(*inputs)
-    return float((y.double() - truth).abs().max() / truth.abs().max())
+    inputs[-1].fill_(float("nan"))
+    return float((run(*inputs).double() - truth).abs().max() / truth.abs().max())
 
 
 def worker(problem: LinearProblem, names: Sequence[str]) -> None:
