@@ -9,6 +9,7 @@ import pytest
 
 import cki
 from cki import reference
+from cki.memory import PagedKVCache
 from tests.compare import assert_close
 from tests.ops.attention_cases import BF16, DTYPES, F16, F32, normal
 from tests.ops.varlen_cases import check, chunked, offsets, packed, plain_varlen, run, sequences_of
@@ -185,6 +186,41 @@ def test_head_major_blocks(device):
         )
     got = run(device, tensors, causal=True)
     assert all(np.array_equal(a, b) for a, b in zip(got, wanted))
+
+
+def test_chunked_prefill_over_a_cache(device):
+    """Prompts in chunks of several lengths beside decoding, by the tables of each step of a PagedKVCache."""
+    cache = PagedKVCache(
+        1,
+        32,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype="bf16",
+        max_sequences=4,
+        max_blocks_per_sequence=12,
+    )
+    ids = [cache.allocate_sequence(list(range(100 * i, 100 * i + 40))) for i in range(3)]
+    every = {s: [normal((40, n, 16), BF16, 3 * s + i) for i, n in enumerate((4, 2, 2))] for s in ids}
+    filled = dict.fromkeys(ids, 0)
+    for counts in ((9, 1, 17), (1, 6, 1), (30, 1, 1)):
+        step = cache.prepare_step(ids, list(counts))
+        q, k, v = (
+            np.concatenate([every[s][i][filled[s] : filled[s] + n] for s, n in zip(ids, counts)])
+            for i in range(3)
+        )
+        cki.append_kv(device.array(k), device.array(v), cache.layer(0), step.slot_mapping)
+        out = cki.varlen_attention(
+            device.array(q), *cache.layer(0)[:2], step.cu_seqlens_q, causal=True, block_table=step.block_table,
+            seq_lens=step.seq_lens,
+        )  # fmt: skip
+        for s, n in zip(ids, counts):
+            filled[s] += n
+        key_starts = offsets([filled[s] for s in ids])
+        k, v = (np.concatenate([every[s][i][: filled[s]] for s in ids]) for i in (1, 2))
+        tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": offsets(counts), "cu_seqlens_k": key_starts}
+        truth = reference.varlen_attention(**tensors, causal=True)
+        assert_close(device.numpy(out), truth, plain_varlen(tensors, causal=True)[0])
 
 
 # What must not be read ------------------------------------------------------------------------------------------------
