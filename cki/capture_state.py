@@ -1,7 +1,9 @@
 """What `cki.capture` needs from a call: hands off the memory it uses, and on the simulated device the launch itself.
 
-A graph replays launches on fixed addresses, so everything that a captured call allocated (workspaces and outputs)
-must live as long as the graph.  The simulated device has no graphs: there the launches are recorded and replayed.
+A graph replays launches on fixed addresses, so what a captured call allocated (workspaces and outputs) must not go to
+anybody else while the graph lives.  Memory of the capturing framework comes from a pool of the graph, which may hand it
+out again within the graph; other memory is kept.  The simulated device has no graphs: there the launches are recorded
+and replayed.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ class Recorded(NamedTuple):
 
 
 class Recording:
-    """What the calls inside one capture leave behind."""
+    """What the calls inside one capture leave behind.  framework: whose memory comes from the graph's pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, framework: str = "") -> None:
+        self.framework = framework
         self.kept: list[Any] = []
         self.launches: list[Recorded] = []
 
@@ -65,7 +68,9 @@ def launch(executable: Executable, pointers: Sequence[int], stream: int, memory:
     if recording is None:
         executable.launch(pointers, stream)
         return
-    recording.kept.extend(memory)
+    for item in memory:
+        if type(item).__module__.partition(".")[0] != recording.framework:
+            recording.kept.append(item)
     if executable.device.kind == "sim":
         recording.launches.append(Recorded(executable, tuple(pointers), stream))
     else:

@@ -7,7 +7,8 @@ On a GPU this is a CUDA graph on the framework's own terms: torch's graph-privat
 its own.  Whatever is launched inside is captured, CKI's kernels or not.  The simulated device records CKI's launches
 alone; other work in the function (NumPy) is done once, at capture.
 
-A graph holds addresses: write new inputs into the captured tensors, read results from `graph.outputs`.
+A graph holds addresses: write new inputs into the captured tensors, read results from `graph.outputs`.  What the
+function allocated and let go of is taken again by its later calls, and by graphs that share the memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from cki import capture_state
 from cki.adapter import adapter_of, stream_handle
+from cki.capture_errors import explained
 from cki.device import current
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 
@@ -29,11 +31,15 @@ class Graph(ABC):
 
     outputs: what the function returned when it was recorded; each replay writes these tensors anew.
     num_kernels: kernel launches a replay does.
+    framework: "torch", "cupy", or "" on the simulated device.
     """
+
+    framework = ""
 
     def __init__(self) -> None:
         self.outputs: Any = None
         self.num_kernels = 0
+        self.pool: Any = None  # the memory that temporary tensors come from
         self._kept: list[Any] = []
         self._closed = False
 
@@ -49,6 +55,7 @@ class Graph(ABC):
         self._closed = True
         self.outputs = None
         self._kept = []
+        self.pool = None
         self._free()
 
     def __enter__(self) -> Graph:
@@ -81,6 +88,8 @@ class _SimGraph(Graph):
 
 
 class _TorchGraph(Graph):
+    framework = "torch"
+
     def __init__(self, graph: Any) -> None:
         super().__init__()
         self._graph = graph
@@ -99,10 +108,11 @@ class _TorchGraph(Graph):
 
 
 class _CupyGraph(Graph):
-    def __init__(self, graph: Any, pool: Any, device: int) -> None:
+    framework = "cupy"
+
+    def __init__(self, graph: Any, device: int) -> None:
         super().__init__()
         self._graph = graph
-        self._pool = pool
         self._device = device
 
     def _replay(self, stream: int | None) -> None:
@@ -113,12 +123,11 @@ class _CupyGraph(Graph):
 
     def _free(self) -> None:
         self._graph = None
-        self._pool = None
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[capture_state.Recording]:
-    recording = capture_state.Recording()
+def _recording(framework: str = "") -> Iterator[capture_state.Recording]:
+    recording = capture_state.Recording(framework)
     token = capture_state.current.set(recording)
     capture_state.enter()
     try:
@@ -128,15 +137,24 @@ def _recording() -> Iterator[capture_state.Recording]:
         capture_state.current.reset(token)
 
 
-def capture(function: Callable[..., Any], *args: Any, warmup: int = 1, **kwargs: Any) -> Graph:
+def capture(
+    function: Callable[..., Any],
+    *args: Any,
+    warmup: int = 1,
+    share_memory: Graph | None = None,
+    **kwargs: Any,
+) -> Graph:
     """Record `function(*args, **kwargs)` as a graph.
 
     The framework (torch or CuPy; NumPy or torch on the simulated device) is that of the first tensor among the
     arguments.  warmup: runs before recording, on a side stream, so that nothing is compiled or loaded inside; with 0 a
     first call inside the capture compiles there, which works too.  The recording itself computes nothing.
+    share_memory: an open graph of the same framework, whose temporary memory this one uses too.  They must not run at
+        the same time; `outputs` of both stay apart.  On the simulated device each graph keeps its own.
 
-    Raises UnsupportedError for frameworks that bring their own graphs (TensorFlow, JAX), InvalidTypeError or
-    InvalidArgumentError for what is no function or no number of runs; what the function raises passes through.
+    Raises UnsupportedError for frameworks that bring their own graphs (TensorFlow, JAX), and for a function that waits
+    for the device, with the line that does; InvalidTypeError or InvalidArgumentError for what is no function, no number
+    of runs, no open graph.  What else the function raises passes through.
     """
     if not callable(function):
         raise InvalidTypeError(f"function is {function!r}, which cannot be called")
@@ -145,20 +163,38 @@ def capture(function: Callable[..., Any], *args: Any, warmup: int = 1, **kwargs:
     if warmup < 0:
         raise InvalidArgumentError(f"warmup is {warmup}", hint="0 or more runs")
     tensor = _first_tensor((args, kwargs))
-    if current().kind == "sim":
+    framework = "" if tensor is None else adapter_of(tensor).name
+    is_sim = current().kind == "sim"
+    if framework not in ("", "torch", "numpy" if is_sim else "cupy"):
+        raise UnsupportedError(
+            f"cki.capture does not take {framework} tensors",
+            hint="torch or CuPy tensors; tf.function and jax.jit for others",
+        )
+    framework = framework or next((name for name in ("torch", "cupy") if name in sys.modules), "cupy")
+    if share_memory is not None:
+        _check_shared(share_memory, "" if is_sim else framework)
+    if is_sim:
         return _capture_sim(function, args, kwargs, warmup)
-    if tensor is not None:
-        framework = adapter_of(tensor).name
-    else:
-        framework = next((name for name in ("torch", "cupy") if name in sys.modules), "cupy")
-    if framework == "torch":
-        return _capture_torch(function, args, kwargs, warmup, tensor)
-    if framework == "cupy":
-        return _capture_cupy(function, args, kwargs, warmup, tensor)
-    raise UnsupportedError(
-        f"cki.capture does not take {framework} tensors",
-        hint="torch or CuPy tensors; tf.function and jax.jit for others",
-    )
+    capture_on_gpu = _capture_torch if framework == "torch" else _capture_cupy
+    try:
+        return capture_on_gpu(function, args, kwargs, warmup, tensor, share_memory)
+    except Exception as error:
+        refusal = explained(error, function)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _check_shared(graph: Graph, framework: str) -> None:
+    if not isinstance(graph, Graph):
+        raise InvalidTypeError(f"share_memory is {graph!r}, not a graph")
+    if graph._closed:
+        raise InvalidArgumentError("share_memory is a graph that was closed")
+    if graph.framework != framework:
+        raise InvalidArgumentError(
+            f"share_memory is a graph of {graph.framework or 'the simulated device'}, "
+            f"this one is of {framework or 'the simulated device'}"
+        )
 
 
 def _first_tensor(value: Any) -> Any:
@@ -181,7 +217,9 @@ def _capture_sim(function: Callable[..., Any], args: Any, kwargs: Any, warmup: i
     return graph
 
 
-def _capture_torch(function: Callable[..., Any], args: Any, kwargs: Any, warmup: int, tensor: Any) -> Graph:
+def _capture_torch(
+    function: Callable[..., Any], args: Any, kwargs: Any, warmup: int, tensor: Any, shared: Graph | None
+) -> Graph:
     import torch
 
     from cki import driver
@@ -196,21 +234,25 @@ def _capture_torch(function: Callable[..., Any], args: Any, kwargs: Any, warmup:
         here.wait_stream(side)
         torch_graph = torch.cuda.CUDAGraph()
         graph = _TorchGraph(torch_graph)
-        with _recording() as recording, torch.cuda.graph(torch_graph, stream=side):
+        pool = None if shared is None else shared.pool
+        with _recording("torch") as recording, torch.cuda.graph(torch_graph, pool=pool, stream=side):
             graph.outputs = function(*args, **kwargs)
             graph.num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.cuda_stream))
+        graph.pool = torch_graph.pool()
     graph._kept = [args, kwargs, *recording.kept]
     return graph
 
 
-def _capture_cupy(function: Callable[..., Any], args: Any, kwargs: Any, warmup: int, tensor: Any) -> Graph:
+def _capture_cupy(
+    function: Callable[..., Any], args: Any, kwargs: Any, warmup: int, tensor: Any, shared: Graph | None
+) -> Graph:
     import cupy
 
     from cki import driver
 
     device = int(tensor.device.id) if tensor is not None else cupy.cuda.runtime.getDevice()
     # Temporaries of the function come from a pool that lives with the graph: nobody else gets their memory.
-    pool = cupy.cuda.MemoryPool()
+    pool = cupy.cuda.MemoryPool() if shared is None else shared.pool
     with cupy.cuda.Device(device), cupy.cuda.using_allocator(pool.malloc):
         here, side = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
         side.wait_event(here.record())
@@ -218,7 +260,7 @@ def _capture_cupy(function: Callable[..., Any], args: Any, kwargs: Any, warmup: 
             for _ in range(warmup):
                 function(*args, **kwargs)
             side.synchronize()
-            with _recording() as recording:
+            with _recording("cupy") as recording:
                 side.begin_capture()
                 try:
                     outputs = function(*args, **kwargs)
@@ -227,7 +269,8 @@ def _capture_cupy(function: Callable[..., Any], args: Any, kwargs: Any, warmup: 
                     with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
                         side.end_capture()
                     raise
-                graph = _CupyGraph(side.end_capture(), pool, device)
+                graph = _CupyGraph(side.end_capture(), device)
+    graph.pool = pool
     graph.outputs = outputs
     graph.num_kernels = num_kernels
     graph._kept = [args, kwargs, *recording.kept]

@@ -10,6 +10,7 @@ import pytest
 
 import cki
 from cki import capture_state
+from cki.capture_errors import explained
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from tests.conftest import DeviceUnderTest
 from tests.toy import affine
@@ -110,6 +111,136 @@ def test_other_frameworks_are_refused() -> None:
     Tensor.__module__ = "somewhere"
     with pytest.raises(UnsupportedError, match="cki.capture does not take"):
         cki.capture(lambda t: t, Tensor())
+
+
+def test_other_frameworks_are_refused_on_the_simulated_device_too() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    with cki.device("sim"), pytest.raises(UnsupportedError, match="cki.capture does not take jax tensors"):
+        cki.capture(affine, jnp.asarray(X))
+
+
+def test_validation_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKI_VALIDATE", "1")
+    table, ids = np.zeros((4, 8), np.float32), np.zeros((1, 2), np.int64)
+    with (
+        cki.device("sim"),
+        pytest.raises(UnsupportedError, match="reads token_ids, which waits for the device"),
+    ):
+        cki.capture(cki.embed_tokens, ids, table, warmup=0)
+    assert capture_state.active == 0
+
+
+def test_graphs_that_share_memory(device: DeviceUnderTest) -> None:
+    """Workspaces of the second lie in those of the first; results stay apart."""
+    x, z = device.array(X), device.array(X + 3.0)
+    first = cki.capture(lambda t: affine(affine(t, factor=2.0), factor=3.0), x)
+    second = cki.capture(lambda t: affine(t, factor=2.0), z, share_memory=first)
+    if device.kind == "cuda":
+        assert second.pool is first.pool
+    first.replay()
+    second.replay()
+    np.testing.assert_array_equal(device.numpy(first.outputs), 36.0 * X)
+    np.testing.assert_array_equal(device.numpy(second.outputs), 4.0 * (X + 3.0))
+    first.close()
+    second.replay()
+    np.testing.assert_array_equal(device.numpy(second.outputs), 4.0 * (X + 3.0))
+    with pytest.raises(InvalidArgumentError, match="share_memory is a graph that was closed"):
+        cki.capture(affine, x, share_memory=first)
+    with pytest.raises(InvalidTypeError, match="share_memory is 'all', not a graph"):
+        cki.capture(affine, x, share_memory="all")  # type: ignore[arg-type]
+
+
+class _DriverError(RuntimeError):
+    """As CuPy raises it."""
+
+    status = 900
+
+
+def waits(text: str, kind: type[RuntimeError]) -> None:
+    raise kind(text)  # the line that waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            RuntimeError,
+            "CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors ...",
+        ),
+        (_DriverError, "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing"),
+        (RuntimeError, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
+    ],
+)
+def test_a_function_that_waits_is_refused_by_its_line(kind: type[RuntimeError], text: str) -> None:
+    """As frameworks report it: ending the capture fails as well, and hides the cause."""
+    try:
+        try:
+            waits(text, kind)
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    except RuntimeError as error:
+        refusal = explained(error, waits)
+    assert refusal is not None
+    first, *rest = str(refusal).splitlines()
+    assert first.startswith("cki.capture: waits does what a graph cannot record at ")
+    assert first.rpartition(":")[0].endswith("test_graph.py")
+    assert rest[0].strip() == "- there: raise kind(text)  # the line that waits"
+    assert text.splitlines()[0] in rest[1]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("CUDA capture"), RuntimeError("no capture card")]
+)
+def test_other_errors_are_not_explained_away(error: Exception) -> None:
+    assert explained(error, waits) is None
+
+
+@pytest.mark.gpu
+def test_a_copy_to_the_host_is_refused_by_its_line() -> None:
+    import cupy
+
+    def reads(t: object) -> object:
+        y = affine(t)
+        return y * float(y.sum())
+
+    with pytest.raises(
+        UnsupportedError, match=r"reads does what a graph cannot record at .*test_graph.py:\d+"
+    ):
+        cki.capture(reads, cupy.asarray(X))
+    assert capture_state.active == 0
+    np.testing.assert_array_equal(affine(cupy.asarray(X)).get(), X)
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+def test_item_is_refused_by_its_line_under_torch() -> None:
+    torch = pytest.importorskip("torch")
+
+    def reads(t: object) -> object:
+        y = affine(t)
+        return y * y.sum().item()
+
+    x = torch.arange(300, dtype=torch.float32, device="cuda")
+    with pytest.raises(
+        UnsupportedError, match=r"reads does what a graph cannot record at .*test_graph.py:\d+"
+    ):
+        cki.capture(reads, x)
+    assert capture_state.active == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+def test_torch_graphs_share_a_pool() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(1 << 20, dtype=torch.float32, device="cuda")
+    first = cki.capture(lambda t: affine(affine(t, factor=2.0), factor=2.0), x)
+    before = torch.cuda.memory_reserved()
+    second = cki.capture(lambda t: affine(affine(t, factor=2.0), factor=2.0), x, share_memory=first)
+    assert torch.cuda.memory_reserved() - before <= 8 << 20  # its output, and not its workspaces
+    first.replay()
+    second.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(first.outputs, second.outputs)
 
 
 @pytest.mark.gpu

@@ -176,7 +176,11 @@ class Entry:
         workspace = self.adapter.empty((self._workspace_nbytes,), u8, like, named)
         base = -(-self.adapter.pointer(workspace) // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         pointers += [base + offset for offset in self._workspace_offsets]
-        if self._keeps_captured_workspaces and driver.capturing_graph(handle) is not None:
+        if (
+            self._keeps_captured_workspaces
+            and driver.capturing_graph(handle) is not None
+            and capture_state.current.get() is None
+        ):
             self._captured_workspaces.append(workspace)
         return workspace
 

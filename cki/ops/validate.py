@@ -7,15 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from cki import capture_state
 from cki.adapter import adapter_of
+from cki.errors import UnsupportedError
 from cki.tensor import TensorView
 
 
 def host_values(tensor: Any, name: str) -> np.ndarray[Any, Any]:
     """A copy of a tensor's values in host memory, after everything launched on its device has ended.
 
-    name: the argument's name, for errors.
+    name: the argument's name, for errors.  Raises UnsupportedError inside `cki.capture`.
     """
+    if capture_state.current.get() is not None:
+        raise UnsupportedError(
+            f"CKI_VALIDATE=1 reads {name}, which waits for the device: not inside cki.capture",
+            hint="validate before the capture",
+        )
     view = adapter_of(tensor, name).view(tensor)
     if view.size == 0:
         return np.empty(view.shape, view.dtype.numpy)
