@@ -89,6 +89,11 @@ class Encoder:
         """Element type of weights and activations: "f32", "f16" or "bf16"."""
         return self._views["words"].dtype.name
 
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The tensors in use, by CKI's names: "words", "layers.0.wq", ... (`cki.ops.encoder_model.weight_names`)."""
+        return dict(self._tensors)
+
     def __call__(
         self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None, position_ids: Any = None, *,
         lengths: Any = None, workspace: Any = None, out: Any = None, stream: Any = None,

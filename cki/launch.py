@@ -122,12 +122,13 @@ class SimExecutable(Executable):
     def launch(self, pointers: Sequence[int], stream: int) -> None:
         from cki import sim
 
-        if log.logger.isEnabledFor(_INFO):
-            self.log_steps()
+        is_logging = log.logger.isEnabledFor(_INFO)
         block = ArgumentBlock(self._layout, tensor_map.encode_simulated)
         block.fill(pointers)
         extents = [(pointer, size) for pointer, size in zip(pointers, self._sizes) if size]
         for step, kernel, parameters in zip(self.plan.steps, self._kernels, block.arrays):
+            if is_logging:  # one by one: a launch takes its time here
+                log.logger.info("%s", describe_step(step, self.device))
             sim.launch(
                 kernel, step.grid, step.block, parameters,
                 smem=step.smem, cluster=step.cluster, cooperative=step.cooperative, extents=extents,

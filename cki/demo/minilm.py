@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,53 +31,8 @@ class MissingPackageError(CkiError, ImportError):
     """The demo's weights or a package that reads them is not installed."""
 
 
-@dataclass(frozen=True)
-class BertConfig:
-    """The numbers of config.json that the forward pass needs.  max_tokens: what the model was trained on."""
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int
-    epsilon: float
-    max_tokens: int = 256
-
-    @property
-    def head_dim(self) -> int:
-        """Columns a head."""
-        return self.hidden // self.heads
-
-
-class LayerWeights(NamedTuple):
-    """One encoder layer.  Matrices are [in, out] and row-major, so that y = x @ w + b."""
-
-    wq: Array
-    bq: Array
-    wk: Array
-    bk: Array
-    wv: Array
-    bv: Array
-    wo: Array
-    bo: Array
-    attention_gamma: Array
-    attention_beta: Array
-    w1: Array
-    b1: Array
-    w2: Array
-    b2: Array
-    output_gamma: Array
-    output_beta: Array
-
-
-class BertWeights(NamedTuple):
-    """All weights.  words: [vocabulary, hidden], positions: [512, hidden], types: [2, hidden]."""
-
-    words: Array
-    positions: Array
-    types: Array
-    gamma: Array
-    beta: Array
-    layers: tuple[LayerWeights, ...]
+#: Longest input that the model was trained on; its position table would serve 512.
+MAX_TOKENS = 256
 
 
 class Tokens(NamedTuple):
@@ -96,16 +50,16 @@ class Tokens(NamedTuple):
 
 
 class MiniLM(NamedTuple):
-    """The model: float32 weights, configuration, tokenizer (of the package `tokenizers`)."""
+    """The model: config.json, float32 weights by the names of the file, tokenizer (of the package `tokenizers`)."""
 
-    config: BertConfig
-    weights: BertWeights
+    config: dict[str, Any]
+    weights: dict[str, Array]
     tokenizer: Any
 
     def tokenize(self, sentences: Sequence[str]) -> Tokens:
-        """Sentences to ids, [CLS] and [SEP] included; what is longer than `max_tokens` loses its end."""
+        """Sentences to ids, [CLS] and [SEP] included; what is longer than MAX_TOKENS loses its end."""
         check_sentences(sentences)
-        limit = self.config.max_tokens
+        limit = MAX_TOKENS
         encoded = [self.tokenizer.encode(sentence).ids for sentence in sentences]
         kept = [ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]] for ids in encoded]
         batch = np.zeros((len(kept), max(map(len, kept))), np.int32)
@@ -149,43 +103,8 @@ def load() -> MiniLM:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise MissingPackageError(f"the demo needs the package {error.name}; do: {INSTALL}") from error
-    numbers = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = BertConfig(
-        hidden=numbers["hidden_size"],
-        layers=numbers["num_hidden_layers"],
-        heads=numbers["num_attention_heads"],
-        intermediate=numbers["intermediate_size"],
-        epsilon=numbers["layer_norm_eps"],
-    )
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return MiniLM(config, _weights(load_file(folder / "model.safetensors"), config.layers), tokenizer)
-
-
-def _weights(tensors: dict[str, Array], layers: int) -> BertWeights:
-    def matrix(name: str) -> Array:
-        return np.ascontiguousarray(tensors[name].T)  # the file holds torch's [out, in]
-
-    def layer(index: int) -> LayerWeights:
-        prefix = f"encoder.layer.{index}."
-        linear = [f"attention.self.{name}" for name in ("query", "key", "value")] + ["attention.output.dense"]
-        values: list[Array] = []
-        for name in linear:
-            values += [matrix(f"{prefix}{name}.weight"), tensors[f"{prefix}{name}.bias"]]
-        norm = f"{prefix}attention.output.LayerNorm."
-        values += [tensors[norm + "weight"], tensors[norm + "bias"]]
-        for name in ("intermediate.dense", "output.dense"):
-            values += [matrix(f"{prefix}{name}.weight"), tensors[f"{prefix}{name}.bias"]]
-        norm = f"{prefix}output.LayerNorm."
-        values += [tensors[norm + "weight"], tensors[norm + "bias"]]
-        return LayerWeights(*values)
-
-    return BertWeights(
-        words=tensors["embeddings.word_embeddings.weight"],
-        positions=tensors["embeddings.position_embeddings.weight"],
-        types=tensors["embeddings.token_type_embeddings.weight"],
-        gamma=tensors["embeddings.LayerNorm.weight"],
-        beta=tensors["embeddings.LayerNorm.bias"],
-        layers=tuple(layer(index) for index in range(layers)),
-    )
+    return MiniLM(config, load_file(folder / "model.safetensors"), tokenizer)

@@ -13,10 +13,9 @@ import numpy as np
 
 import cki
 from cki import reference
-from cki.demo import encoder, minilm, report
-from cki.demo.build import Builder
+from cki.demo import minilm, report
 from cki.demo.launches import LaunchCounter
-from cki.demo.minilm import Array, BertWeights, LayerWeights, MiniLM, Tokens
+from cki.demo.minilm import Array, MiniLM, Tokens
 from cki.demo.place import Place, choose
 
 _NUMPY_DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -31,7 +30,7 @@ EXTRA_PASSES = {"sim": 0, "cuda": 10}
 
 class Embedded(NamedTuple):
     """vectors: float64 [sentences, hidden].  build_seconds: to put the weights on the device, and to plan and build
-    the kernels.  pass_seconds: of the fastest pass, copies of ids and results included.  launches: of one pass."""
+    the kernels.  pass_seconds: of the fastest pass, copies of results included.  launches: of one pass."""
 
     vectors: Array
     build_seconds: float
@@ -53,7 +52,7 @@ def show(sentences: Sequence[str], device: str, dtype: str, png: Path, *, build_
         print(f"        the GPU is not used: {place.why_not_gpu}")
     model = minilm.load()
     tokens = model.tokenize(sentences)
-    limit = model.config.max_tokens
+    limit = minilm.MAX_TOKENS
     for number, length in enumerate(tokens.truncated, 1):
         if length:
             print(f"note: text {number} has {length} tokens; the model reads the first {limit}")
@@ -88,50 +87,44 @@ def _batches(tokens: Tokens) -> list[Array]:
     return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
 
 
-def convert(weights: BertWeights, how: Any) -> BertWeights:
-    """The weights with `how` applied to every array."""
-    layers = tuple(LayerWeights(*(how(array) for array in layer)) for layer in weights.layers)
-    words, positions, types, gamma, beta = (how(array) for array in weights[:5])
-    return BertWeights(words, positions, types, gamma, beta, layers)
-
-
 def embed(model: MiniLM, tokens: Tokens, place: Place, dtype: str, *, build_only: bool = False) -> Embedded:
-    """Embeds tokenized sentences with CKI's kernels.  build_only: stops before anything runs; the vectors are zero."""
+    """Embeds tokenized sentences with `cki.Encoder`.  build_only: stops before anything runs; the vectors are zero."""
     numpy_dtype = _NUMPY_DTYPES[dtype]
-    vectors = np.zeros((len(tokens.lengths), model.config.hidden))
-    batches = _batches(tokens)
-    calls = len(batches) * (model.config.layers + encoder.CALLS_BESIDE_LAYERS)
+    vectors = np.zeros((len(tokens.lengths), int(model.config["hidden_size"])))
     passes = 0 if build_only else 1 + EXTRA_PASSES[place.info.kind]
+    seconds, launches = [0.0], 0
 
-    def one_pass(ops: Any, weights: BertWeights, bar: report.Progress, what: str) -> None:
-        for rows in batches:
-            longest = tokens.lengths[rows].max()
-            ids = place.put(np.ascontiguousarray(tokens.ids[rows, :longest]))
-            mask = place.put(np.ascontiguousarray(tokens.mask[rows, :longest]))
-            result = encoder.forward(
-                ops, model.config, weights, ids, mask, lambda step: bar.begin(f"{what}: {step}")
-            )
-            if ops is cki:
-                vectors[rows] = place.get(result)
-
-    with cki.device(place.info.kind), report.Progress((1 + passes) * calls) as bar:
+    with cki.device(place.info.kind), report.Progress(1) as bar:
         start = time.perf_counter()
-        bar.doing("loading weights")
-        weights = convert(model.weights, lambda array: place.put(array.astype(numpy_dtype, copy=False)))
-        one_pass(Builder(), weights, bar, "building kernels")
+        bar.begin("loading weights")
+        weights = {
+            name: place.put(array.astype(numpy_dtype, copy=False)) for name, array in model.weights.items()
+        }
+        encoder = cki.Encoder.from_weights(weights, model.config)
+        batches = [(rows, *_inputs(tokens, rows, place)) for rows in _batches(tokens)]
+        with LaunchCounter(on_compiled=lambda source: bar.doing(f"built {source}")):
+            bar.total += sum(encoder.build(ids, mask, pooling="mean") for _, ids, mask in batches)
         build_seconds = time.perf_counter() - start
-        seconds, launches = [0.0], 0
         for number in range(passes):
             with contextlib.ExitStack() as stack:
-                counter = stack.enter_context(LaunchCounter()) if number == 0 else None
+                counter = stack.enter_context(LaunchCounter(on_launch=bar.begin)) if number == 0 else None
                 start = time.perf_counter()
-                one_pass(cki, weights, bar, "embedding")
+                for rows, ids, mask in batches:
+                    vectors[rows] = place.get(encoder.embed(ids, mask))
                 seconds.append(time.perf_counter() - start)
                 launches = counter.count if counter else launches
     return Embedded(vectors, build_seconds, min(seconds[1:] or seconds), launches)
 
 
+def _inputs(tokens: Tokens, rows: Array, place: Place) -> tuple[Any, Any]:
+    """Ids and mask of a batch, cut to its longest sentence, on the device."""
+    longest = tokens.lengths[rows].max()
+    ids, mask = tokens.ids[rows, :longest], tokens.mask[rows, :longest]
+    return place.put(np.ascontiguousarray(ids)), place.put(np.ascontiguousarray(mask))
+
+
 def embed_reference(model: MiniLM, tokens: Tokens) -> Array:
     """The same embeddings by `cki.reference`, in float64 throughout."""
-    weights = convert(model.weights, lambda array: array.astype(np.float64))
-    return np.asarray(encoder.forward(reference, model.config, weights, tokens.ids, tokens.mask))
+    with cki.device("sim"):
+        encoder = cki.Encoder.from_weights(model.weights, model.config)
+    return reference.encoder_embed(encoder.weights, encoder.config, tokens.ids, tokens.mask)

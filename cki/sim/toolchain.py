@@ -13,10 +13,11 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cki import config
+from cki import config, log
 from cki.errors import CompileError
 
 _V3_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe")
@@ -93,7 +94,8 @@ def _environment() -> dict[str, str]:
 
 
 def run_compiler(arguments: list[str], what: str) -> None:
-    """Run the compiler; raises CompileError with its own words when it fails."""
+    """Run the compiler on `what`, and log how long it took; raises CompileError with its own words when it fails."""
+    start = time.perf_counter()
     result = subprocess.run(
         [find_compiler().command, *arguments], capture_output=True, text=True, env=_environment(), check=False
     )
@@ -101,3 +103,4 @@ def run_compiler(arguments: list[str], what: str) -> None:
         raise CompileError(
             f"compiling {what} for the simulated device failed:\n{result.stderr.strip()[:8000]}"
         )
+    log.logger.info("compiled %s for the simulated device in %.2f s", what, time.perf_counter() - start)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import builtins
 import importlib.util
 
-import numpy as np
 import pytest
 
+import cki
 from cki.demo import minilm
 from cki.errors import CkiError, InvalidArgumentError
 
@@ -23,15 +23,21 @@ def model():
 
 @needs_weights
 def test_shapes(model):
-    assert model.config == minilm.BertConfig(hidden=384, layers=6, heads=12, intermediate=1536, epsilon=1e-12)
-    assert model.config.head_dim == 32
-    assert model.weights.words.shape == (30522, 384)
-    assert len(model.weights.layers) == 6
-    layer = model.weights.layers[0]
-    assert layer.w1.shape == (384, 1536)
-    assert layer.w2.shape == (1536, 384)
-    assert layer.w1.flags.c_contiguous
-    assert all(value.dtype == np.float32 for value in layer)
+    assert (model.config["num_attention_heads"], model.config["layer_norm_eps"]) == (12, 1e-12)
+    encoder = cki.Encoder.from_weights(model.weights, model.config)
+    c = encoder.config
+    assert (c.layers, c.hidden, c.inner, c.head_dim, c.vocabulary, c.max_tokens) == (
+        6,
+        384,
+        1536,
+        32,
+        30522,
+        512,
+    )
+    assert (c.pre_ln, c.activation, c.padding_id, encoder.dtype) == (False, "gelu", None, "f32")
+    # The weights of the file, not copies.
+    name = "encoder.layer.0.intermediate.dense.weight"
+    assert encoder.weights["layers.0.w1"] is model.weights[name]
 
 
 @needs_weights
