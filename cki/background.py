@@ -5,8 +5,9 @@ driver initialisation), and compiles `cki.heuristics.default_set` for their arch
 file `<name>.done` in the cache directory tells the next process that there is nothing to do, at the cost of one look.
 
 The main thread is never waited for: a call that needs a kernel of the set compiles it or waits for that kernel alone
-(`cki.cache`).  A fork waits for the compilations in progress (`cki.compiler.gate`); the child has no such thread
-and compiles what it needs.  At exit the thread stops after the kernel in hand.
+(`cki.cache`).  All that the thread does is a row of steps, each inside the gate that a fork waits for
+(`cki.fork_gate`): the first imports and looks at the machine, then one for each kernel.  The child of a fork has no
+such thread and compiles what it needs.  At exit the thread stops after the kernel in hand.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def start() -> None:
         return
     if _thread is not None or not any(os.path.exists(path) for path in _DRIVER_FILES):
         return
+    import cki.fork_gate  # noqa: F401  (its hooks must be there before the thread is)
+
     _thread = threading.Thread(target=_run, name="cki-compile", daemon=True)
     _thread.start()
     atexit.register(_finish)
@@ -60,13 +63,16 @@ def wait(timeout: float | None = None) -> bool:
 
 
 def _run() -> None:
-    from cki.log import logger
-
     try:
         compile_default_set()
     except Exception as error:
+        from cki.fork_gate import gate
+
         # Nothing depends on it: whatever is wrong is reported in full by the first call that meets it.
-        logger.info("default kernels were not compiled ahead: %s", error)
+        with gate:
+            from cki.log import logger
+
+            logger.info("default kernels were not compiled ahead: %s", error)
 
 
 def architectures() -> list[str]:
@@ -93,45 +99,58 @@ def marker(arch: str) -> Path:
 
 def compile_default_set(archs: list[str] | None = None) -> int:
     """Compile what is missing of the default set; the number of kernels compiled or read."""
-    from cki import compiler
+    from cki.fork_gate import gate
+
+    with gate:
+        missing = _missing(archs)
+    count = 0
+    for arch, done, specs in missing:
+        progress = Progress(f"compiling {len(specs)} kernels for {arch}, once", len(specs))
+        _compile_all(specs, arch, progress)
+        count += len(specs)
+        with gate:
+            progress.close()
+            if not _stop.is_set():
+                _touch(done)
+    return count
+
+
+def _missing(archs: list[str] | None) -> list[tuple[str, Path, list[KernelSpec]]]:
+    """(architecture, its marker, its default kernels) of those without the marker."""
+    from cki import cache, compiler  # noqa: F401  (cache: all imports of the thread in its first step)
     from cki.device import sim_device
     from cki.heuristics.default_set import default_kernels
 
     if compiler.fingerprint() is None:
-        return 0
-    count = 0
+        return []
+    found = []
     for arch in architectures() if archs is None else archs:
         done = marker(arch)
-        if done.exists():
-            continue
-        specs = default_kernels(sim_device(config.text("CKI_ARCH") or arch))
-        progress = Progress(f"compiling {len(specs)} kernels for {arch}, once", len(specs))
-        _compile_all(specs, arch, progress)
-        progress.close()
-        count += len(specs)
-        if not _stop.is_set():
-            _touch(done)
-    return count
+        if not done.exists():
+            found.append((arch, done, default_kernels(sim_device(config.text("CKI_ARCH") or arch))))
+    return found
 
 
 def _compile_all(specs: list[KernelSpec], arch: str, progress: Progress) -> None:
     """Compile in this thread and one more.  Daemon threads, not an executor: an executor's work delays the exit."""
     from cki import cache
+    from cki.fork_gate import gate
 
     waiting = deque(specs)
     errors: list[Exception] = []
 
     def work() -> None:
         while not _stop.is_set() and not errors:
-            try:
-                spec = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                cache.get(spec, arch)
-            except Exception as error:
-                errors.append(error)
-            progress.step()
+            with gate:
+                try:
+                    spec = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    cache.get(spec, arch)
+                except Exception as error:
+                    errors.append(error)
+                progress.step()
 
     helper = threading.Thread(target=work, name="cki-compile-2", daemon=True)
     helper.start()

@@ -18,6 +18,7 @@ from cki import compiler, config, source
 from cki.compiler import Compiled
 from cki.disk import KernelDirectory
 from cki.errors import CompileError
+from cki.fork_gate import gate
 from cki.kernel import KernelSpec
 
 #: Part of every key; raised when the meaning of a key or the file format changes.
@@ -101,6 +102,11 @@ def get(spec: KernelSpec, arch: str) -> tuple[str, Compiled]:
 
 def get_text(key: str, text: str, name: str, arch: str, compile_options: tuple[str, ...]) -> Compiled:
     """The same for a source text whose key is known.  Of several threads that ask at once, one compiles."""
+    with gate:
+        return _get_text(key, text, name, arch, compile_options)
+
+
+def _get_text(key: str, text: str, name: str, arch: str, compile_options: tuple[str, ...]) -> Compiled:
     while True:
         with _state.lock:
             found = _state.kernels.get(key)

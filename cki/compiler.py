@@ -11,7 +11,6 @@ import functools
 import importlib.metadata
 import os
 import re
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from cki import log
 from cki.errors import CompileError
+from cki.fork_gate import gate
 
 INSTALL_HINT = "pip install 'cki-runtime[cuda13]' (CUDA 13 driver) or 'cki-runtime[cuda12]'"
 
@@ -143,9 +143,10 @@ def cuda_version() -> tuple[int, int]:
 @functools.cache
 def _nvrtc() -> Any:
     try:
-        from cuda.bindings import nvrtc
+        with gate:
+            from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()
+            nvrtc.nvrtcVersion()
     except Exception as error:  # ImportError, or the finder's own errors when the library is missing
         raise CompileError(
             f"NVRTC, CUDA's run-time compiler, was not found ({error})\n  hint: {INSTALL_HINT}"
@@ -157,52 +158,6 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     if int(result[0]) != 0:
         raise CompileError(f"{what}: {result[0].name}")
     return result[1] if len(result) == 2 else result[1:]
-
-
-class _CompileGate:
-    """Lets threads compile at once, and keeps a fork from happening in the middle.
-
-    NVRTC has locks of its own; a child forked while one is held could never compile again.  So a fork first waits for
-    the compilations in progress (well under a second each) and no new one starts until it is done.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._running = 0
-        self._forking = False
-
-    def __enter__(self) -> None:
-        with self._condition:
-            while self._forking:
-                self._condition.wait()
-            self._running += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._condition:
-            self._running -= 1
-            self._condition.notify_all()
-
-    def before_fork(self) -> None:
-        self._condition.acquire()
-        self._forking = True
-        while self._running:
-            self._condition.wait()
-
-    def after_fork_in_parent(self) -> None:
-        self._forking = False
-        self._condition.notify_all()
-        self._condition.release()
-
-    def after_fork_in_child(self) -> None:
-        self.__init__()  # type: ignore[misc]
-
-
-gate = _CompileGate()
-os.register_at_fork(
-    before=gate.before_fork,
-    after_in_parent=gate.after_fork_in_parent,
-    after_in_child=gate.after_fork_in_child,
-)
 
 
 def compile_text(text: str, name: str, arch: str, compile_options: tuple[str, ...]) -> Compiled:
