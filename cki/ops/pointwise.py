@@ -107,17 +107,22 @@ def _infer_bias(problem: Problem) -> Mapping[str, OutputSpec]:
 
 def plan_gated_activation(
     x: Operand, bias: Operand | None, y: Operand, device: DeviceInfo, *, activation: str | None = "silu",
-    layout: str = "gate_first",
+    layout: str = "gate_first", config: TileConfig | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
-    """Steps of one gated activation over operands (see `gated_activation`)."""
+    """Steps of one gated activation over operands (see `gated_activation`).
+
+    config: instead of the heuristic's choice (for measurements).
+    """
     width = y.shape[-1]
     size = vector_size([t for t in (x, y, bias) if t is not None], width)
     stepped = is_stepped(x, y, bias)
     steps = []
     for batch in row_batches([x, y]):
-        config = tile_config(batch.rows, width, size, 2, device, min_blocks=5 if bias is None else 4)
+        chosen = config or tile_config(
+            batch.rows, width, size, 2, device, min_blocks=5 if bias is None else 4
+        )
         kernel = _kernel(
-            "gated_activation", "PPP" + "iiii" + "q" * 9, config, x.dtype, bias, activation, row_axes=batch.axes,
+            "gated_activation", "PPP" + "iiii" + "q" * 9, chosen, x.dtype, bias, activation, row_axes=batch.axes,
             stepped=stepped, kLayout=LAYOUTS[layout],
         )  # fmt: skip
         (x_rows, y_rows), strides = row_arguments([x, y], batch)
@@ -125,26 +130,31 @@ def plan_gated_activation(
             x_rows, bias or NullPointer(), y_rows, batch.rows, width, *batch.extents[1:], *strides, last_stride(bias)
         )  # fmt: skip
         steps.append(Step(
-            kernel, config.grid(batch.rows, width), (config.threads, 1, 1), arguments,
-            reason=_reason(batch.rows, width, config),
+            kernel, chosen.grid(batch.rows, width), (chosen.threads, 1, 1), arguments,
+            reason=_reason(batch.rows, width, chosen),
         ))  # fmt: skip
     return tuple(steps)
 
 
 def plan_bias_activation(
     x: Operand, bias: Operand | None, y: Operand, device: DeviceInfo, *, activation: str | None = "gelu",
-    multiplier: Operand | None = None,
+    multiplier: Operand | None = None, config: TileConfig | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
-    """Steps of one activation over operands (see `bias_activation`)."""
+    """Steps of one activation over operands (see `bias_activation`).
+
+    config: instead of the heuristic's choice (for measurements).
+    """
     width = x.shape[-1]
     size = vector_size([t for t in (x, multiplier, y, bias) if t is not None], width)
     stepped = is_stepped(x, multiplier, y, bias)
     inputs = 1 if multiplier is None else 2
     steps = []
     for batch in row_batches([t for t in (x, multiplier, y) if t is not None]):
-        config = tile_config(batch.rows, width, size, inputs, device, min_blocks=5 if bias is None else 4)
+        chosen = config or tile_config(
+            batch.rows, width, size, inputs, device, min_blocks=5 if bias is None else 4
+        )
         kernel = _kernel(
-            "bias_activation", "PPPP" + "iiii" + "q" * 13, config, x.dtype, bias, activation, row_axes=batch.axes,
+            "bias_activation", "PPPP" + "iiii" + "q" * 13, chosen, x.dtype, bias, activation, row_axes=batch.axes,
             stepped=stepped, kHasMultiplier=multiplier is not None,
         )  # fmt: skip
         (x_rows, multiplier_rows, y_rows), strides = row_arguments([x, multiplier, y], batch)
@@ -153,8 +163,8 @@ def plan_bias_activation(
             last_stride(bias),
         )  # fmt: skip
         steps.append(Step(
-            kernel, config.grid(batch.rows, width), (config.threads, 1, 1), arguments,
-            reason=_reason(batch.rows, width, config),
+            kernel, chosen.grid(batch.rows, width), (chosen.threads, 1, 1), arguments,
+            reason=_reason(batch.rows, width, chosen),
         ))  # fmt: skip
     return tuple(steps)
 
