@@ -39,7 +39,7 @@ def plan_token_positions(ids: Operand, out: Operand, padding_id: int) -> tuple[S
     """out [batch, seq] of i32: the position of each token by RoBERTa's rule.  ids: [batch, seq] of i32 or i64."""
     batch, length = ids.shape
     blocks = min(_MAX_BLOCKS, -(-batch // (_THREADS // 32)))
-    arguments = (ids, out, batch, length, padding_id, *ids.strides)
+    arguments: tuple[ArgumentValue, ...] = (ids, out, batch, length, padding_id, *ids.strides)
     reason = f"a warp for each of {batch} sequences"
     return (Step(positions_kernel(ids.dtype), (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),)
 
@@ -55,7 +55,7 @@ def mask_kernel(source: DType | None, *, lengths: bool = False) -> KernelSpec:
 def positions_kernel(index: DType) -> KernelSpec:
     """The kernel for ids of that type."""
     return kernel_spec(
-        "embedding/token_positions.cu", "token_positions", "PPiiiqq", max_registers=40, Index=index,
+        "embedding/token_positions.cu", "token_positions", "PPiiiqq", max_registers=64, Index=index,
         kThreads=_THREADS, kMinBlocks=4,
     )  # fmt: skip
 

@@ -59,6 +59,20 @@ def test_matches_the_model(device, config, dtype):
     check(device, config, dtype, mask=MASK)
 
 
+@pytest.mark.parametrize("config", [CONFIG, ROBERTA, PRE_LN], ids=["bert", "roberta", "roberta-prelayernorm"])
+def test_the_float64_reference_is_the_model(config):
+    model, state = random_model(config)
+    encoder = cki.Encoder.from_weights({n: v.astype(np.float32) for n, v in state.items()}, config)
+    ids, chosen = some_ids(config), MASK.astype(bool)
+    truth = forward(model, ids, MASK).numpy()
+    for weights in (encoder.weights, encoder.prepare().weights):
+        for padding in ({"attention_mask": MASK}, {"lengths": LENGTHS}):
+            hidden = cki.reference.encoder(weights, encoder.config, ids, **padding)
+            np.testing.assert_allclose(hidden[chosen], truth[chosen], rtol=0, atol=1e-12)
+        vectors = cki.reference.encoder_embed(weights, encoder.config, ids, MASK)
+        np.testing.assert_allclose(vectors, cki.reference.mean_pool(truth, MASK), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("activation", ["gelu_new", "relu"])
 def test_other_activations(device, activation):
     check(device, {**CONFIG, "hidden_act": activation}, mask=MASK)

@@ -76,6 +76,16 @@ def pointer(array):
     return int(array.data.ptr) if hasattr(array.data, "ptr") else array.ctypes.data
 
 
+def test_one_call_captured_by_itself(device):
+    encoder = make(device)
+    ids, mask = ids_of(device, 2, 8), device.array(np.ones((2, 8), np.int64))
+    with cki.capture(encoder, ids, mask) as graph:
+        assert graph.num_kernels == 3 + 7 * 2
+        for seed in (4, 5):
+            ids[...] = ids_of(device, 2, 8, seed)
+            assert np.array_equal(device.numpy(graph.replay()), device.numpy(encoder(ids, mask)))
+
+
 def test_torch_inputs_beside_numpy_weights():
     _, state = random_model(CONFIG)
     with cki.device("sim"):
