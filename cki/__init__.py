@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from cki.ops.norm import rms_norm as rms_norm
     from cki.ops.paged import decode_attention as decode_attention
     from cki.ops.paged import paged_attention as paged_attention
+    from cki.ops.pointwise import bias_activation as bias_activation
+    from cki.ops.pointwise import gated_activation as gated_activation
+    from cki.ops.pointwise_dropout import dropout_add as dropout_add
+    from cki.ops.pointwise_quantize import quantize_fp8 as quantize_fp8
+    from cki.ops.pointwise_softmax import softmax as softmax
     from cki.ops.rope import append_kv as append_kv
     from cki.ops.rope import apply_rope as apply_rope
     from cki.ops.varlen import varlen_attention as varlen_attention
@@ -44,6 +49,8 @@ _HOME = {
     "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding", "merge_states": "ops.merge",
     "append_kv": "ops.rope", "apply_rope": "ops.rope",
     "paged_attention": "ops.paged", "decode_attention": "ops.paged", "varlen_attention": "ops.varlen",
+    "bias_activation": "ops.pointwise", "gated_activation": "ops.pointwise", "softmax": "ops.pointwise_softmax",
+    "quantize_fp8": "ops.pointwise_quantize", "dropout_add": "ops.pointwise_dropout",
     "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder", "Encoder": "encoder",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip

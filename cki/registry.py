@@ -24,6 +24,7 @@ FAMILIES = {
     "merge": "cki.ops.merge",
     "rope": "cki.ops.rope",
     "paged": "cki.ops.paged",
+    "pointwise": "cki.ops.pointwise_kernels",
 }
 
 

@@ -88,6 +88,33 @@ def _pool() -> dict[str, Any]:
     return {"x": _normal(0, 2, 17, 100), "mask": np.arange(17)[None, :] < np.array([[17], [5]])}
 
 
+def _activation(op: str) -> list[Mapping[str, Any]]:
+    x, bias = _normal(0, 5, 334), _normal(1, 334)
+    if op == "gated_activation":
+        return [{"x": x, "bias": bias, "layout": "interleaved"}, {"x": _normal(2, 3, 9000)}]
+    return [{"x": x, "bias": bias, "multiplier": _normal(3, 5, 334)}, {"x": _normal(2, 3, 9000)}]
+
+
+def _softmax() -> list[Mapping[str, Any]]:
+    mask = np.random.default_rng(1).random((5, 333)) < 0.5
+    return [{"x": _normal(0, 5, 333), "mask": mask}, {"x": _normal(2, 2, 40001)}]
+
+
+def _quantize() -> list[Mapping[str, Any]]:
+    return [
+        {"x": _normal(0, *shape), "granularity": granularity, "out_dtype": "uint8"}
+        for granularity in ("row", "block128")
+        for shape in ((5, 333), (3, 1024), (2, 40001))
+    ]
+
+
+def _dropout() -> list[Mapping[str, Any]]:
+    counters = {"seed": np.array([7]), "offset": np.array([9]), "p": 0.3}
+    return [
+        {"x": _normal(0, 5, width), "residual": _normal(1, 5, width), **counters} for width in (333, 1024)
+    ]
+
+
 _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "layer_norm": lambda: _norm("layer_norm"),
     "layer_norm_long": lambda: _norm("layer_norm", width=40001, rows=2)[:2],
@@ -100,6 +127,11 @@ _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "embed_tokens": lambda: [_embedding()],
     "mean_pool": lambda: [_pool()],
     "merge_states": lambda: [_states()],
+    "gated_activation": lambda: _activation("gated_activation"),
+    "bias_activation": lambda: _activation("bias_activation"),
+    "softmax": _softmax,
+    "quantize_fp8": _quantize,
+    "dropout_add": _dropout,
 }
 NAMES = tuple(_PROBLEMS)
 

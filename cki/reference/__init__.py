@@ -4,18 +4,23 @@ Tests compare every kernel with it; documentation quotes it.  It is written to b
 """
 
 from cki.reference.attention import attention
+from cki.reference.dropout import dropout_add
 from cki.reference.embedding import embed_tokens, mean_pool
 from cki.reference.encoder import encoder_layer, fused_attention
 from cki.reference.encoder_model import encoder, encoder_embed, token_positions
 from cki.reference.linear import linear
 from cki.reference.norm import layer_norm, rms_norm
 from cki.reference.paged import append_kv, decode_attention, merge_states, paged_attention
+from cki.reference.pointwise import bias_activation, gated_activation
+from cki.reference.quantize import quantize_fp8
 from cki.reference.rope import apply_rope
+from cki.reference.softmax import softmax
 from cki.reference.varlen import varlen_attention
 
-# Where a function and its module share a name (attention, encoder, linear), these imports leave the function.
+# Where a function and its module share a name (attention, encoder, linear, softmax), these imports leave the function.
 __all__ = [
-    "append_kv", "apply_rope", "attention", "decode_attention", "embed_tokens", "encoder",
-    "encoder_embed", "encoder_layer", "fused_attention",
-    "layer_norm", "linear", "mean_pool", "merge_states", "paged_attention", "rms_norm", "varlen_attention", "token_positions",
+    "append_kv", "apply_rope", "attention", "bias_activation", "decode_attention", "dropout_add", "embed_tokens",
+    "encoder", "encoder_embed", "encoder_layer", "fused_attention", "gated_activation", "layer_norm", "linear",
+    "mean_pool", "merge_states", "paged_attention", "quantize_fp8", "rms_norm", "softmax", "token_positions",
+    "varlen_attention",
 ]  # fmt: skip
