@@ -1,8 +1,9 @@
 """Fixtures common to all tests.
 
 `device` runs a test body in two places: on the simulated device with NumPy arrays, and (marker `gpu`) on the GPU with
-CuPy arrays.  CuPy 14 knows bfloat16 when ml_dtypes is installed, so all but the 8-bit floats are CuPy arrays there;
-those are torch tensors.  Copies to and from the GPU go through unsigned integers of the same size, bit for bit.
+CuPy arrays.  CuPy 14 knows bfloat16 when ml_dtypes is installed, but no 8-bit floats, and all tensors of one call are
+of one framework: a body that may hold 8-bit floats makes its arrays with `device.holding(dtypes)`, on the GPU torch
+tensors where one of the dtypes is such.  Copies to and from the GPU go through unsigned integers, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,23 +30,33 @@ _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 
 
 class DeviceUnderTest:
-    """Where a test body runs.  kind: "sim" or "cuda".  info: its DeviceInfo."""
+    """Where a test body runs.  kind: "sim" or "cuda".  info: its DeviceInfo.  framework: whose arrays it makes."""
 
-    def __init__(self, kind: str, info: DeviceInfo) -> None:
+    def __init__(self, kind: str, info: DeviceInfo, framework: str | None = None) -> None:
         self.kind = kind
         self.info = info
+        self.framework = framework or ("numpy" if kind == "sim" else "cupy")
+
+    def holding(self, *dtypes: Any) -> DeviceUnderTest:
+        """This device with a framework that has arrays of all these dtypes."""
+        if self.framework == "cupy" and any(np.dtype(dtype) in _FP8 for dtype in dtypes):
+            return DeviceUnderTest(self.kind, self.info, "torch")
+        return self
 
     def array(self, values: Any, dtype: Any = None) -> Any:
         """A row-major copy of an array in this device's memory."""
         host = np.array(values, dtype=dtype, order="C", ndmin=0)
-        if self.kind == "sim":
+        if self.framework == "numpy":
             return host
-        if host.dtype in _FP8:
+        if self.framework == "torch":
             import torch
 
-            return torch.from_numpy(host.view(np.uint8)).cuda().view(getattr(torch, host.dtype.name))
+            flat = torch.from_numpy(host.reshape(-1).view(np.uint8))
+            there = flat.to("cuda" if self.kind == "cuda" else "cpu")
+            return there.view(getattr(torch, host.dtype.name)).reshape(host.shape)
         import cupy
 
+        assert host.dtype not in _FP8, "CuPy has no 8-bit floats: make the arrays with device.holding(dtype)"
         if host.dtype != ml_dtypes.bfloat16:
             return cupy.asarray(host)
         return cupy.asarray(host.view(np.uint16)).view(host.dtype)

@@ -84,6 +84,7 @@ def check_paged(
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One call against the reference; run: in place of `cki.paged_attention`."""
+    device = device.holding(*(t.dtype for t in cache))
     lengths = np.asarray(lengths, np.int32) if not isinstance(lengths, np.ndarray) else lengths
     tensors = {n: device.array(o) if n in TENSORS else o for n, o in options.items()}
     arguments = (

@@ -35,6 +35,7 @@ def check_append(
     device: Any, k: np.ndarray, v: np.ndarray, cache: tuple[np.ndarray, ...], slots: Any, **options: Any
 ) -> None:
     """One call; K, V and Q against the reference, and every slot that is not named bit for bit as before."""
+    device = device.holding(*(t.dtype for t in cache))
     slots = np.asarray(slots)
     on_device = tuple(device.array(t) for t in cache)
     tensors = {n: device.array(o) if isinstance(o, np.ndarray) else o for n, o in options.items()}
@@ -151,6 +152,7 @@ def codes_close(got: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("dim", [16, 20])
 @pytest.mark.parametrize("static", [False, True])
 def test_e4m3(device, dim, static):
+    device = device.holding(E4M3)
     k, v = normal((6, 2, dim), BF16, 1, 3.0), normal((6, 2, dim), BF16, 2, 0.01)
     v[3, 1] = 0  # a row of zeros has the scale 1
     slots = np.array([4, -1, 13, 0, 15, 2])
@@ -184,6 +186,7 @@ def test_e4m3(device, dim, static):
 
 def test_a_layer_of_a_paged_cache(device):
     """Two steps of a PagedKVCache, the second growing into a new block; what is stored is what was given."""
+    device = device.holding(E4M3)
     for dtype in ("f16", "e4m3"):
         cache = PagedKVCache(
             2,

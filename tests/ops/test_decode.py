@@ -14,6 +14,7 @@ from tests.ops.paged_cases import E4M3
 
 def check_decode(device, q, k, v, lengths, **options):
     """lengths: of each sequence; k and v dense (4 axes, NaN past each length) or ragged (3 axes)."""
+    device = device.holding(k.dtype)
     ragged = k.ndim == 3
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     index = {"cu_seqlens_k": starts} if ragged else {"seq_lens": np.asarray(lengths, np.int32)}

@@ -95,13 +95,13 @@ def test_scales_of_values_that_grow_by_far(device):
 
 
 @pytest.mark.parametrize("merge", ["here", "launch", "unsplit"])
-@pytest.mark.parametrize("blocks", [1, 3, 7, 40])
-def test_every_division_of_the_work(device, merge, blocks):
+@pytest.mark.parametrize(("groups", "together"), [(1, 2), (3, 1), (7, 2), (40, 1), (40, 2)])
+def test_every_division_of_the_work(device, merge, groups, together):
     """Units shared by many blocks, blocks with many units, rings of all warps wrapped."""
     lengths = [3, 0, 500, 33, 260]
     cache, table = paged_cache(lengths, 16, 2, 16, F16)
     counters = device.array(np.zeros(5 * 3 * 4, np.uint32)) if merge == "here" else None
-    run = configured(counters, blocks=blocks, split=merge != "unsplit", stages=2)
+    run = configured(counters, groups=groups, together=together, split=merge != "unsplit", stages=2)
     sinks = np.ones(4, np.float32)
     check_paged(device, queries(5, 3, 4, 16, F16), cache, table, lengths, run=run, sinks=sinks)
     if counters is not None:
@@ -154,7 +154,7 @@ def test_bad_entries_and_lengths_are_inert(device):
 
 def test_lengths_that_change_between_calls_with_the_same_counters(device):
     counters = device.array(np.zeros(3 * 4, np.uint32))
-    run = configured(counters, blocks=9)
+    run = configured(counters, groups=5, together=2)
     for seed, lengths in enumerate(([3, 6, 1], [300, 2, 117], [1, 1, 1], [0, 400, 0])):
         cache, table = paged_cache(lengths, 4, 2, 16, BF16, seed=seed)
         check_paged(device, queries(3, 1, 4, 16, BF16), cache, table, lengths, run=run)
@@ -204,6 +204,7 @@ def test_offsets_beyond_32_bits(device):
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 def test_append_then_attend_on_a_paged_cache(device, dtype):
     """Prefill of two sequences, then three decoding steps; each equals attention over all that was appended."""
+    device = device.holding(E4M3 if dtype == "e4m3" else BF16)
     cache = PagedKVCache(
         1,
         16,

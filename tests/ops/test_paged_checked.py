@@ -28,12 +28,13 @@ SEEDS = 20
     ],
 )
 def test_small_shapes_under_every_check(device, name, dtype, cache_dtype, block_size, scales, merge_here):
+    device = device.holding(cache_dtype)
     lengths = [250, 0, 30]
     cache, table = paged_cache(lengths, block_size, 1, 16, cache_dtype, scales=scales)
     q = normal((3, 2, 4, 16), dtype, 3)
     for seed in range(SEEDS if device.kind == "sim" else 1):
         counters = device.array(np.zeros(24, np.uint32)) if merge_here else None
-        run = configured(counters, blocks=2 if seed % 2 else 3, warps=2, stages=2 if seed % 2 else 3)
+        run = configured(counters, groups=2 if seed % 2 else 3, warps=2, stages=2 if seed % 2 else 3)
         checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
         with checks if device.kind == "sim" else contextlib.nullcontext():
             check_paged(
