@@ -31,6 +31,7 @@ import numpy as np
 from linear import LinearProblem
 
 from cki.device import sim_device
+from cki.heuristics.linear import Tile, choose_tile
 from cki.heuristics.linear_hopper import CANDIDATES, HopperTile, choose_hopper_tile
 
 #: BERT-large's products at 512 to 16384 tokens, Llama-8B's at 64 and 2048, and large squares.
@@ -53,8 +54,16 @@ def candidates() -> dict[str, HopperTile]:
 
 def chosen(problem: LinearProblem) -> str:
     """The name of the model's choice on an H200."""
-    tile = choose_hopper_tile(problem.rows, problem.columns, sim_device("sm_90a"), has_epilogue=True)
+    tile = choose_hopper_tile(
+        problem.rows, problem.columns, problem.depth, sim_device("sm_90a"), activation=problem.epilogue == "gelu",
+        residual=problem.epilogue == "residual",
+    )  # fmt: skip
     return f"hopper {tile}"
+
+
+def generic_tile(problem: LinearProblem) -> Tile:
+    """The generic kernel's choice on an H200."""
+    return choose_tile(problem.rows, [problem.columns], problem.depth, 2, sim_device("sm_90a"))
 
 
 def check_problem(problem: LinearProblem) -> LinearProblem:
@@ -144,7 +153,7 @@ def measure(problem: LinearProblem, names: Sequence[str]) -> list[dict[str, obje
     """Rows of one shape, all implementations in turn."""
     tiles = candidates()
     variants: dict[str, Callable[..., Any]] = {
-        "torch": linear.torch_call(problem), "generic": linear.cki_call(problem, None),
+        "torch": linear.torch_call(problem), "generic": linear.cki_call(problem, generic_tile(problem)),
     }  # fmt: skip
     if problem.epilogue:
         variants["torch, no epilogue"] = linear.torch_call(problem._replace(epilogue=""))

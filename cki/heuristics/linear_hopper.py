@@ -1,16 +1,16 @@
 """Tiles of the Hopper GEMM (`cuda_src/gemm/hopper/linear.cu`): pure functions of shapes and device.
 
 What weighs:
-* Accumulators: tile elements of a consumer / 128, at most 128 a thread.  More of them mean fewer reads of shared memory
-  for each product: 64 x 256 and 128 x 128 a consumer keep the tensor core fed.
-* Cooperative or ping-pong: two consumers share a tile, or take tiles in turn.  A shared tile is twice as large, so it
-  needs less traffic from L2; in turn, one's bias, activation, residual and stores run beside the other's products.
+* Tiles in rounds over the SMs: the last round takes as long as the others, however few its tiles are.
+* Products of a stage: the tensor core's share, or the stage's bytes at the rate at which an SM takes them in from L2,
+  whichever is longer.  64 x 128 tiles are bound by the second, all others by the first.
+* The finish of a tile (bias, activation, residual, stores).  Consumers that share a tile do it while the tensor core
+  idles, once a round; consumers in turn (ping-pong) do it beside the other's products, and once at the end.
 * Shared memory: `stages` times 64 elements of K of both operands, and 32 KB for results on their way out; 227 KB at
-  most.
+  most.  Six stages instead of four are worth 3 %.
 
-Measured on an H200 with a dense prototype of the cooperative 128 x 256 tile with four stages, bf16: 0.99 to 1.03 of
-cuBLASLt's speed without epilogue; bias and GELU cost 4 to 14 %, which ping-pong is to hide.  The kernel here has not
-been timed yet: `bench/linear.py --hopper` does, and until it has, nothing selects this kernel by itself.
+The model's figures were fitted to an H200 (bench/results/linear_hopper.csv); tests/heuristics/test_linear_hopper.py
+holds the choice against it.
 
 No choice changes results: every sum runs over K in one order.
 """
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cki.device import DeviceInfo
+from cki.heuristics.linear import block_count, choose_tile, modelled_time
 
 #: Elements of K in a stage, and bytes of a row of it: one swizzled row of 16-bit elements.
 STAGE_DEPTH = 64
@@ -77,18 +78,72 @@ def tile_count(tile: HopperTile, rows: int, columns: int) -> int:
     return -(-rows // tile.block_m) * -(-columns // tile.block_n)
 
 
+# Microseconds on an H200.  Of a launch without its tiles, and of a tile's first bytes.
+_LAUNCH_US, _FIRST_BYTES_US = 0.38, 0.61
+# The same of the generic kernel, whose model leaves it out.
+_GENERIC_LAUNCH_US = 1.5
+# Of a stage: 128 x 128 elements of y at the tensor cores' rate under load, and bytes a microsecond into an SM.
+_SQUARE_US = 0.375
+_READ_RATE = 111_000.0
+# What a ring costs that holds less than this many bytes.
+_DEEP_RING_BYTES, _SHALLOW = 160 * 1024, 1.04
+# Of a tile's finish, at first and for each 64 columns x 64 rows of a consumer: plain, activation, residual.
+_FINISH_US = {"": (0.65, 0.5), "activation": (0.78, 1.83), "residual": (1.58, 0.89)}
+
+
+def predicted_time(
+    tile: HopperTile, rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False,
+    residual: bool = False,
+) -> float:  # fmt: skip
+    """Microseconds of a rows x depth by depth x columns product, if the device's SMs are those of an H200."""
+    rounds = -(-tile_count(tile, rows, columns) // max(device.sm_count, 1))
+    stage_bytes = (tile.block_m + tile.block_n) * _ROW_BYTES
+    stage = max(_SQUARE_US * tile.block_m * tile.block_n / 128**2, stage_bytes / _READ_RATE)
+    if tile.stages * stage_bytes < _DEEP_RING_BYTES:
+        stage *= _SHALLOW
+    products = _FIRST_BYTES_US + -(-depth // STAGE_DEPTH) * stage
+    first, more = _FINISH_US["residual" if residual else "activation" if activation else ""]
+    finish = first + more * (tile.accumulators / 32)
+    if not tile.ping_pong:
+        return _LAUNCH_US + rounds * (products + finish)
+    # A consumer starts a tile every second round, and no sooner than it has finished its last.
+    turns = rounds * max(products, (products + finish) / 2) if rounds > 1 else products
+    return _LAUNCH_US + turns + finish
+
+
 def choose_hopper_tile(
-    rows: int, columns: int, device: DeviceInfo, *, has_epilogue: bool, among: Sequence[HopperTile] = CANDIDATES
+    rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False,
+    among: Sequence[HopperTile] = CANDIDATES,
 ) -> HopperTile:  # fmt: skip
-    """Where a search should begin, by a model that no measurement has touched yet: the least tensor-core time on the
-    fullest SM, where a finish that is not hidden counts as a tenth of it; ties go to the earlier candidate.
+    """The tile of the least predicted time, the earlier of equals."""
 
-    has_epilogue: bias, activation or residual.
+    def time_of(tile: HopperTile) -> float:
+        return predicted_time(tile, rows, columns, depth, device, activation=activation, residual=residual)
+
+    return min((t for t in among if t.shared_memory <= device.shared_memory_per_block), key=time_of)
+
+
+def preferred_hopper_tile(
+    rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False
+) -> HopperTile | None:  # fmt: skip
+    """The tile when the kernel is the better choice for a product of 16-bit elements that asks for none; else None.
+
+    Small products are: their few tiles leave most SMs idle, where the generic kernel's smaller ones do not.
     """
+    tile = choose_hopper_tile(rows, columns, depth, device, activation=activation, residual=residual)
+    options = {"activation": activation, "residual": residual}
+    return tile if beats_generic([tile], rows, [columns], depth, device, **options) else None
 
-    def modelled_time(tile: HopperTile) -> float:
-        rounds = -(-tile_count(tile, rows, columns) // max(device.sm_count, 1))
-        exposed = 1.1 if has_epilogue and not (tile.ping_pong and rounds > 1) else 1.0
-        return rounds * tile.block_m * tile.block_n * exposed
 
-    return min((t for t in among if t.shared_memory <= device.shared_memory_per_block), key=modelled_time)
+def beats_generic(
+    tiles: Sequence[HopperTile], rows: int, columns: Sequence[int], depth: int, device: DeviceInfo, *,
+    activation: bool = False, residual: bool = False,
+) -> bool:  # fmt: skip
+    """Whether launches of these tiles, one for each part of the columns, beat one of the generic kernel for all."""
+    generic = choose_tile(rows, columns, depth, 2, device)
+    blocks = block_count(generic, rows, columns)
+    own = sum(
+        predicted_time(tile, rows, part, depth, device, activation=activation, residual=residual)
+        for tile, part in zip(tiles, columns)
+    )
+    return own < _GENERIC_LAUNCH_US + modelled_time(generic, blocks, depth, 2, device)

@@ -4,8 +4,8 @@
 
 The residual is added after the activation.  Inputs are f16, bf16 or f32; sums are fp32 (for f32 inputs the tensor
 cores work on operands split in two, 3xTF32, so that fp32 accuracy holds); nothing is rounded but y.  Any extents, zero
-included, any strides and alignment: a transposed or sliced view is read where it lies.  Kernel:
-`cuda_src/gemm/linear.cu`.
+included, any strides and alignment: a transposed or sliced view is read where it lies.  Kernels:
+`cuda_src/gemm/linear.cu`, and for few rows and large weights `cuda_src/gemm/skinny/linear.cu`.
 """
 
 from __future__ import annotations
@@ -86,11 +86,13 @@ def plan_linear(
     """Steps of one linear layer over operands (see `linear`).
 
     tile: instead of the heuristic's choice.  A SkinnyTile selects the kernel for few rows; a HopperTile the one for
-    sm_90a, which the heuristics do not select yet.
+    sm_90a.
     """
     access = _access(w, weight_layout)
     if tile is None:
         tile = linear_skinny.preferred(x, w, residual, y, device, access)
+    if tile is None:
+        tile = linear_hopper.preferred(x, w, residual, y, device, access, activation)
     if isinstance(tile, SkinnyTile):
         return linear_skinny.plan_linear_skinny(
             x, w, bias, residual, y, device, access, tile, activation=activation
@@ -108,19 +110,36 @@ def plan_linear_parts(
 ) -> tuple[Step, ...]:  # fmt: skip
     """Several linear layers of one x, their results side by side in y's last axis (Q, K and V projections).
 
-    One launch for up to MAX_PARTS parts when their weights have the same strides and either all have a bias of one
-    type or none has; else one launch a part.
+    On sm_90a one launch of the Hopper kernel a part where that is the faster way.  Else one launch for up to MAX_PARTS
+    parts when their weights have the same strides and either all have a bias of one type or none has, or one a part.
     """
     filled = [part for part in parts if _columns(part.w, weight_layout) > 0]
-    groups = [filled] if _launch_together(filled, weight_layout) else [[part] for part in filled]
-    steps: list[Step] = []
+    results = []
     first = 0
-    for group in groups:
-        columns = sum(_columns(part.w, weight_layout) for part in group)
-        result = y.view((*y.shape[:-1], columns), y.strides, first * y.strides[-1])
-        steps += _plan(x, group, None, result, device, None, weight_layout, tile)
+    for part in filled:
+        columns = _columns(part.w, weight_layout)
+        results.append(y.view((*y.shape[:-1], columns), y.strides, first * y.strides[-1]))
         first += columns
-    return tuple(steps)
+    if tile is None:
+        accesses = [_access(part.w, weight_layout) for part in filled]
+        products = [(x, part.w, result, access) for part, result, access in zip(filled, results, accesses)]
+        tiles = linear_hopper.preferred_for_parts(products, device)
+        if tiles:
+            return tuple(
+                step
+                for part, result, access, chosen in zip(filled, results, accesses, tiles)
+                for step in linear_hopper.plan_linear_hopper(
+                    x, part.w, part.bias, None, result, device, access, chosen
+                )
+            )
+    if _launch_together(filled, weight_layout):
+        whole = y.view((*y.shape[:-1], first), y.strides, 0)
+        return _plan(x, filled, None, whole, device, None, weight_layout, tile)
+    return tuple(
+        step
+        for part, result in zip(filled, results)
+        for step in _plan(x, [part], None, result, device, None, weight_layout, tile)
+    )
 
 
 def _access(w: Operand, weight_layout: str) -> WeightAccess:

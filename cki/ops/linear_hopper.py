@@ -1,9 +1,11 @@
 """Plan of the Hopper GEMM (`cuda_src/gemm/hopper/linear.cu`): tensor maps, constants, the launch.
 
-`cki.ops.linear.plan_linear` comes here when its `tile` is a `HopperTile`.
+`cki.ops.linear.plan_linear` comes here when its `tile` is a `HopperTile`, and by itself where `preferred` says so.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from cki import dtypes
 from cki.device import DeviceInfo
@@ -15,6 +17,9 @@ from cki.heuristics.linear_hopper import (
     REGISTER_SHARES,
     STAGE_DEPTH,
     HopperTile,
+    beats_generic,
+    choose_hopper_tile,
+    preferred_hopper_tile,
     tile_count,
 )
 from cki.heuristics.rows import RowBatch, row_batches
@@ -53,6 +58,40 @@ def hopper_obstacles(
         found += _row_obstacles("x", x, depth, 1 if depth == 1 else x.strides[-1], row_stride, rows[0].rows)
     inner, outer = (columns, depth) if access.along_n else (depth, columns)
     return found + _row_obstacles("w", w, inner, access.column_stride, access.stride, outer)
+
+
+def preferred(
+    x: Operand, w: Operand, residual: Operand | None, y: Operand, device: DeviceInfo, access: WeightAccess,
+    activation: str | None = None,
+) -> HopperTile | None:  # fmt: skip
+    """The tile when this kernel can and should compute the product, else None.  access: how w is read."""
+    if y.size == 0 or device.arch != _ARCH:
+        return None
+    batches = row_batches([t for t in (x, residual, y) if t is not None])
+    if hopper_obstacles(x, w, y.shape[-1], access, batches, device):
+        return None
+    return preferred_hopper_tile(
+        batches[0].rows, y.shape[-1], x.shape[-1], device, activation=activation is not None,
+        residual=residual is not None,
+    )  # fmt: skip
+
+
+def preferred_for_parts(
+    products: Sequence[tuple[Operand, Operand, Operand, WeightAccess]], device: DeviceInfo
+) -> list[HopperTile]:
+    """A tile for each (x, w, y, access) when a launch for each beats one of the generic kernel for all; else none.
+
+    They share x."""
+    found: list[HopperTile] = []
+    for x, w, y, access in products:
+        batches = row_batches([x, y])
+        if y.size == 0 or hopper_obstacles(x, w, y.shape[-1], access, batches, device):
+            return []
+        found.append(choose_hopper_tile(batches[0].rows, y.shape[-1], x.shape[-1], device))
+    columns = [y.shape[-1] for _, _, y, _ in products]
+    if not found or not beats_generic(found, batches[0].rows, columns, x.shape[-1], device):
+        return []
+    return found
 
 
 def _row_obstacles(name: str, tensor: Operand, inner: int, step: int, stride: int, count: int) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cki
 import cki.sim
 from cki import reference
 from cki.errors import UnsupportedError
@@ -130,6 +131,16 @@ def test_real_tiles(device, tile):
 def test_same_bits_whatever_the_tile(device, tile):
     x, w = normal((150, 136), F16, 1), weight(136, 80, F16, "in_out")
     assert np.array_equal(check(device, tile, x, w), check(device, HopperTile(64, 128, 3, True), x, w))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_linear_takes_it_unasked(device, layout):
+    """The public function, where it is the faster kernel."""
+    x, w, residual = normal((250, 648), BF16, 1), weight(648, 264, BF16, layout), normal((250, 264), BF16, 4)
+    options = {"activation": "gelu", "weight_layout": layout}
+    got = cki.linear(device.array(x), device.array(w), residual=device.array(residual), **options)
+    options["residual"] = residual
+    assert_close(device.numpy(got), reference.linear(x, w, **options), plain(x, w, **options))
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
