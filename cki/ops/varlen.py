@@ -6,6 +6,7 @@ The kernel is `cuda_src/attention/attention.cu`, compiled for packed sequences.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from cki import config, dtypes
@@ -67,7 +68,7 @@ def varlen_attention(
 
     Returns out [tokens, heads, value_dim], or (out, lse [heads, tokens]).  A query that sees no key, and a row that
     belongs to no sequence (past the last offset), gets 0, and lse -inf (with sinks: lse = sink).  Sequences without
-    queries or keys are allowed.  Results are the bits that a sequence gets alone, in any company.
+    queries or keys are allowed.  A sequence's results are the bits that it gets alone, in any company.
 
     Lengths and tables are read on the device: nothing waits for the host, and a captured graph serves other lengths.
     Offsets and lengths beyond the tensors are cut off, an entry outside the cache stands for zeros, and of falling
@@ -82,9 +83,9 @@ def varlen_attention(
     if config.flag("CKI_VALIDATE") and cu_seqlens_q is not None:
         validate_varlen(
             q, k, cu_seqlens_q, cu_seqlens_k, block_table, seq_lens, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, left=window[0], bottom_right=causal_alignment == "bottom_right",
+            max_seqlen_k=max_seqlen_k, window=window, bottom_right=causal_alignment == "bottom_right",
         )  # fmt: skip
-    longest = tuple(min(n, _LONG) if type(n) is int else n for n in (max_seqlen_q, max_seqlen_k))
+    longest = tuple(min(n, _LONG) if isinstance(n, Integral) else n for n in (max_seqlen_q, max_seqlen_k))
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, sinks, alibi_slopes)
     attributes = (causal, causal_alignment, scale, window, softcap, return_lse, *longest)
     return call(VARLEN_ATTENTION, inputs, attributes, (out, None), stream)

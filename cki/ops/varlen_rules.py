@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def _block_problems(
     table: np.ndarray[Any, Any],
     lengths: np.ndarray[Any, Any],
     cache_shape: tuple[int, ...],
-    left: int,
+    left: Any,
     bottom_right: bool,
 ) -> list[str]:
     blocks, block_size = cache_shape[:2]
@@ -140,18 +141,21 @@ def _block_problems(
 
 def validate_varlen(
     q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any, seq_lens: Any, *,
-    max_seqlen_q: Any, max_seqlen_k: Any, left: Any, bottom_right: bool,
+    max_seqlen_q: Any, max_seqlen_k: Any, window: Any, bottom_right: bool,
 ) -> None:  # fmt: skip
     """CKI_VALIDATE=1: offsets that rise within the tokens, lengths within the table, entries within the cache.
 
     Tensors of wrong shapes or types are left to the rules.
     """
     tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seq_lens": seq_lens}
-    if any(len(t.shape) != 1 for t in tensors.values() if t is not None):
+    if any(len(t.shape) != 1 for t in tensors.values() if t is not None) or not q.shape or not k.shape:
         return
     host = {name: host_values(t, name) for name, t in tensors.items() if t is not None}
     if any(values.dtype.kind != "i" for values in host.values()):
         return
+    max_seqlen_q, max_seqlen_k = (
+        n if isinstance(n, Integral) else None for n in (max_seqlen_q, max_seqlen_k)
+    )
     problems = _offset_problems("cu_seqlens_q", host["cu_seqlens_q"], int(q.shape[0]), max_seqlen_q)
     if cu_seqlens_k is not None:
         problems += _offset_problems("cu_seqlens_k", host["cu_seqlens_k"], int(k.shape[0]), max_seqlen_k)
@@ -159,9 +163,14 @@ def validate_varlen(
         table = host_values(block_table, "block_table")
         batch = len(host["seq_lens"])
         if table.dtype.kind == "i" and len(table) == batch == len(host["cu_seqlens_q"]) - 1 and k.shape[1]:
-            window = left if isinstance(left, int) else -1
+            left = window[0] if isinstance(window, (tuple, list)) and window else None
             problems += _block_problems(
-                host["cu_seqlens_q"], table, host["seq_lens"], tuple(k.shape), window, bottom_right
+                host["cu_seqlens_q"],
+                table,
+                host["seq_lens"],
+                tuple(k.shape),
+                left if isinstance(left, Integral) else -1,
+                bottom_right,
             )
             if max_seqlen_k is not None and batch and host["seq_lens"].max() > max_seqlen_k:
                 problems.append(

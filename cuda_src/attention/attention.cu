@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   // The grid is one-dimensional, because only x may exceed 65535: row blocks fastest, so that blocks which read the same K
   // and V run together. Causal row blocks grow with their number; the long ones start first.
-  // Packed sequences have no such order: their slots (packed_sequences.cuh) follow one another, then the next head's.
+  // Packed sequences: the slots of one head (packed_sequences.cuh), then the next head's; a slot may be left over.
   const int pack = kPackHeads ? group : 1;
   int batch, row_block, first_head;
   int queries = query_length, keys = key_length, shift = dense_shift;

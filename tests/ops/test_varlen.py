@@ -129,7 +129,7 @@ def test_many_sequences(device, sequences):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
 def test_the_bits_of_each_sequence_alone(device, dtype, causal, paged):
-    """Packing, neighbours and the cache's blocks change nothing."""
+    """Packing, neighbours, the cache's blocks and the rows that share a block change nothing."""
     lengths = [70, 1, 0, 129, 33], [150, 65, 5, 129, 0]
     shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dim": 32}
     tensors = (
@@ -137,9 +137,22 @@ def test_the_bits_of_each_sequence_alone(device, dtype, causal, paged):
     )
     out, lse = check(device, tensors, causal=causal)
     for rows, q, k, v in sequences_of(tensors):
-        alone, alone_lse = cki.attention(*map(device.array, (q, k, v)), causal=causal, return_lse=True)
-        assert np.array_equal(device.numpy(alone)[0], out[rows])
-        assert np.array_equal(device.numpy(alone_lse)[0], lse[:, rows])
+        one = {"q": q[0], "k": k[0], "v": v[0], "cu_seqlens_q": offsets(q.shape[1:2])}
+        one["cu_seqlens_k"] = offsets(k.shape[1:2])
+        alone, alone_lse = run(device, one, causal=causal)
+        assert np.array_equal(alone, out[rows])
+        assert np.array_equal(alone_lse, lse[:, rows])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_bits_of_dense_attention(causal):
+    """By the same kernel: sm_80 has no other."""
+    tensors = packed(BF16, [70, 1, 0, 129, 33], [150, 65, 5, 129, 0], heads=4, kv_heads=2, dim=32)
+    with cki.device("sim", arch="sm_80"):
+        out, lse = cki.varlen_attention(**tensors, causal=causal, return_lse=True)
+        for rows, q, k, v in sequences_of(tensors):
+            alone, alone_lse = cki.attention(q, k, v, causal=causal, return_lse=True)
+            assert np.array_equal(alone[0], out[rows]) and np.array_equal(alone_lse[0], lse[:, rows])
 
 
 def test_int64_offsets_of_any_strides(device):

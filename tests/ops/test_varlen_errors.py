@@ -136,6 +136,20 @@ def test_validated_lengths_and_tables(monkeypatch, arguments, changes, message):
         cki.varlen_attention(**{**arguments, **changed})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "changes"),
+    [
+        (PAGED, {"window": ("a", 3)}), (PAGED, {"window": ()}), (PACKED, {"max_seqlen_q": "many"}),
+        (PACKED, {"q": tensor()}), (PACKED, {"cu_seqlens_q": CU.astype(np.float32)}), (PAGED, {"seq_lens": None}),
+        (PAGED, {"block_table": tensor(2, 2, dtype=np.int32)}), (PAGED, {"k": K}),
+    ],
+)  # fmt: skip
+def test_validation_leaves_wrong_shapes_and_types_to_the_rules(monkeypatch, arguments, changes):
+    monkeypatch.setenv("CKI_VALIDATE", "1")
+    with pytest.raises(cki.CkiError, match="varlen_attention: invalid arguments"):
+        cki.varlen_attention(**{**arguments, **changes})
+
+
 def test_what_is_right_passes_validation(monkeypatch):
     """Also entries before the window and past the length, which are not read."""
     monkeypatch.setenv("CKI_VALIDATE", "1")
