@@ -27,16 +27,22 @@ MIN_WEIGHT_BYTES = 4 << 20
 #: Architectures without clusters.
 _NO_CLUSTERS = ("sm_80", "sm_89")
 
-# Of an H200.  Bytes a microsecond and SM from memory (4.5 TB/s) and from L2 when all SMs ask, and to one SM when others
-# ask for less; fp32 sums of 16-bit products a microsecond and SM by mma.sync.  Microseconds of launch, first bytes and
-# finish; of a cluster's exchange; of a stage in a block that has its SM for itself, and of one among several.
-_READ_RATE = 34_000.0
-_L2_RATE = 42_000.0
-_SM_RATE = 45_000.0
+# Of an H200.  Bytes a microsecond and SM that memory gives when more than enough are asked for (4.65 TB/s), and those
+# under way on an SM that halve it; 112 KB an SM then give 4.5 TB/s.
+_READ_RATE = 35_200.0
+_HALF_BYTES = 4_000.0
+# The same from L2; the most that one SM takes in, and the latency that its bytes under way must cover for that (the
+# Hopper GEMM with 32 blocks of 144 KB each reads 110 GB/s a block).
+_L2_RATE = 50_000.0
+_SM_RATE = 100_000.0
+_LATENCY_US = 1.0
+# fp32 sums of 16-bit products a microsecond and SM by mma.sync.
 _PRODUCT_RATE = 2.5e6
+# Microseconds of launch, first bytes and finish; of a cluster's exchange, for each of its blocks; of a stage in a block
+# that has its SM for itself, and of one among several.
 _EDGE_US = 2.2
-_EXCHANGE_US = 0.3
-_ALONE_US, _SHARE_US = 0.25, 0.12
+_EXCHANGE_US = 0.1
+_ALONE_US, _SHARE_US = 0.20, 0.12
 
 
 @dataclass(frozen=True)
@@ -115,18 +121,21 @@ def predicted_time(
     across, down, _ = skinny_blocks(tile, rows, columns)
     stages = -(-depth * itemsize // STAGE_ROW_BYTES)
     own_stages = -(-stages // tile.split)
-    read = float(depth * columns * itemsize) / (_READ_RATE * sms)
     block_bytes = own_stages * (tile.block_n + min(rows, tile.block_m)) * STAGE_ROW_BYTES
     fullest = -(-across * down // sms)  # blocks of the fullest SM
-    copied = max(across * down * block_bytes / (_L2_RATE * sms), fullest * block_bytes / _SM_RATE)
     together = blocks_together(tile, device)
+    ring_bytes = max(1, min(tile.stages - 1, own_stages)) * tile.block_n * STAGE_ROW_BYTES
+    under_way = min(across * down, together * sms) * ring_bytes / sms
+    read = depth * columns * itemsize / (_READ_RATE * sms) * (1 + _HALF_BYTES / under_way)
+    taken_in = min(_SM_RATE, min(together, fullest) * ring_bytes / _LATENCY_US)
+    copied = max(across * down * block_bytes / (_L2_RATE * sms), fullest * block_bytes / taken_in)
     rounds = [together] * (fullest // together) + [fullest % together]
     products = tile.block_m * tile.block_n * STAGE_ROW_BYTES / itemsize * (6 if itemsize == 4 else 1)
     share = max(_SHARE_US, products / _PRODUCT_RATE)
     computed = own_stages * sum(max(_ALONE_US, count * share) for count in rounds if count)
     exchanged = 0.0
     if tile.split > 1:
-        exchanged = _EXCHANGE_US + tile.split * rows * columns * 4 / (_L2_RATE * sms)
+        exchanged = tile.split * (_EXCHANGE_US + rows * columns * 4 / (_L2_RATE * sms))
     return _EDGE_US + max(read, copied, computed) + exchanged
 
 

@@ -169,7 +169,7 @@ def test_reasons_name_the_prediction():
     (step,) = plan(8, tile=TILE)
     assert step.reason == (
         "8 x 4096 by 4096: few rows, tiles of 16 x 64, K in 4 parts, 256 blocks, 16 and 16 bytes a copy, "
-        "10.1 us predicted"
+        "10.2 us predicted"
     )
     assert skinny_blocks(TILE, 8, 4096) == (256, 1, 1)
 

@@ -1,10 +1,10 @@
 // y[M, N] = act(x[M, K] w[K, N] + bias[N]) + residual[M, N] for few rows (M = 1 to 64), bound by reading w; sm_80 and up.
 //
-// Predicted. The time of a product of few rows is that of w's bytes: an H200 reads 4.5 TB/s, which needs about 40 KB of
-//          requests in flight on each of its 132 SMs. Launch, the first bytes' latency and the finish add 2.2 us, the
-//          exchange in a cluster 0.3. For M <= 16, 16-bit, N x K: 6144x4096 (50 MB) 13.7 us, 4096x4096 (34 MB) 10.0 us,
-//          28672x4096 (235 MB) 54.5 us, 4096x14336 (117 MB) 28.7 us: 0.86, 0.79, 1.01 and 0.96 of the copy rate,
-//          4.26 TB/s. Launches in a row, which overlap, should save 1 us each: 0.93, 0.87, 1.03, 1.00.
+// Predicted. The time of a product of few rows is that of w's bytes: an H200 reads 4.5 TB/s when about 100 KB of requests
+//          are under way on each of its 132 SMs. Launch, the first bytes' latency and the finish add 2.2 us, the exchange
+//          in a cluster 0.1 for each block. For M <= 16, 16-bit, N x K: 6144x4096 (50 MB) 13.8 us, 4096x4096 (34 MB)
+//          10.1 us, 28672x4096 (235 MB) 54.2 us, 4096x14336 (117 MB) 28.8 us: 0.86, 0.78, 1.02 and 0.96 of the copy rate,
+//          4.26 TB/s. Launches in a row, which overlap, should save 1 us each: 0.92, 0.87, 1.04, 0.99.
 //          (cki/heuristics/linear_skinny.py; not measured yet.)
 // Why this kernel. The generic one cuts y alone: 64 blocks for N = 4096, half of the SMs. Here the sum over K is cut too,
 //          so that every SM has two blocks whatever N is, and x, which every block reads for itself, is read by few
