@@ -12,6 +12,9 @@ from cki.errors import InvalidTypeError
 from cki.memory.views import CacheTensor
 from cki.ops.spec import Problem
 
+#: Where frameworks keep `from_dlpack`, by the package that the type of their tensors is of.
+_IMPORTERS = {"cupy": "cupy", "torch": "torch", "jax": "jax.dlpack", "jaxlib": "jax.dlpack"}
+
 CACHE_DTYPES = (dtypes.f32, dtypes.f16, dtypes.bf16, dtypes.e4m3)
 
 
@@ -35,8 +38,18 @@ def _import(tensor: CacheTensor, like: Any) -> Any:
         return tensor.numpy()  # the memory itself: NumPy arrays are the simulated device's
     if isinstance(like, CacheTensor):
         return tensor
-    framework = import_module(type(like).__module__.partition(".")[0])
-    return framework.from_dlpack(tensor)
+    packages = (base.__module__.partition(".")[0] for base in type(like).__mro__)
+    home = next((_IMPORTERS[package] for package in packages if package in _IMPORTERS), None)
+    if home is None:
+        # Read by its DLPack, as others of no framework; beside TensorFlow's tensors the call says that they mix.
+        return tensor
+    try:
+        return import_module(home).from_dlpack(tensor)
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"a cache of {tensor.dtype} beside arrays of {home}, which has none of this type",
+            hint="tensors of torch or JAX",
+        ) from error
 
 
 def check_cache(problem: Problem, kv_heads: int, head_dim: int, value_dim: int | None) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import sys
+import types
 from typing import Any
 
 import ml_dtypes
@@ -210,6 +213,55 @@ def test_a_layer_of_a_paged_cache(device):
         for stored, rows in zip(dequantized(layer.k.numpy(), layer.v.numpy(), *scales), (k, v)):
             got = stored[table].reshape(8, 2, 16)[:5]
             assert np.abs(got - rows).max() <= (0 if dtype == "f16" else np.abs(rows).max() / 16)
+
+
+def one_step(dtype):
+    """(layer, inputs) of a cache on the simulated device with one sequence of three new tokens."""
+    cache = PagedKVCache(
+        1,
+        4,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype=dtype,
+        max_sequences=1,
+        max_blocks_per_sequence=2,
+    )
+    return cache.layer(0), cache.prepare_step([cache.allocate_sequence([1, 2, 3])], [3])
+
+
+@pytest.mark.parametrize("dtype", ["f16", "e4m3"])
+def test_a_layer_beside_tensors_of_other_frameworks(dtype):
+    """Imported by each framework's own from_dlpack: the same codes as with NumPy's arrays."""
+    x = normal((3, 2, 16), F16, 1)
+    stored = []
+    with cki.device("sim"):
+        for package in ("numpy", "torch", "jax"):
+            convert = {"numpy": "asarray", "torch": "from_numpy", "jax": "numpy.asarray"}[package]
+            k = operator.attrgetter(convert)(pytest.importorskip(package))(x)
+            layer, step = one_step(dtype)
+            cki.append_kv(k, k, layer, step.slot_mapping)
+            out = cki.paged_attention(k[None], layer, step.block_table, step.seq_lens)
+            assert type(out) is type(k)
+            codes = layer.k.numpy().reshape(-1, 2, 16)[step.slot_mapping.numpy()]
+            stored.append((codes.tobytes(), np.asarray(out).tobytes()))
+    assert stored[0] == stored[1] == stored[2]
+
+
+def test_a_layer_beside_tensors_that_cannot_be_of_its_type(monkeypatch):
+    """CuPy has no 8-bit floats and raises a TypeError at the import."""
+
+    class Array:
+        __module__ = "cupy"
+
+    def from_dlpack(tensor):
+        raise TypeError("Unsupported dtype. dtype code: 10")
+
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(from_dlpack=from_dlpack))
+    with cki.device("sim"):
+        layer, step = one_step("e4m3")
+        with pytest.raises(cki.errors.InvalidTypeError, match="a cache of e4m3 beside arrays of cupy"):
+            cki.append_kv(Array(), Array(), layer, step.slot_mapping)
 
 
 def test_under_every_check(device):
