@@ -123,7 +123,12 @@ struct SkinnyFinish {
                              values[pair]);
       }
     }
-    if constexpr (kSplit > 1) ptx::cluster_sync();  // a block's shared memory stays while a peer may read it
+    if constexpr (kSplit > 1) {
+      // A block's shared memory stays while a peer may read it. What this thread has read is in its results, so the arrival
+      // has nothing to order, and does not wait until those have reached memory.
+      ptx::cluster_arrive_relaxed();
+      ptx::cluster_wait();
+    }
   }
 
  private:
