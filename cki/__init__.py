@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from cki.ops.merge import merge_states as merge_states
     from cki.ops.norm import layer_norm as layer_norm
     from cki.ops.norm import rms_norm as rms_norm
+    from cki.ops.norm_quantize import layer_norm_quantize as layer_norm_quantize
+    from cki.ops.norm_quantize import rms_norm_quantize as rms_norm_quantize
     from cki.ops.paged import decode_attention as decode_attention
     from cki.ops.paged import paged_attention as paged_attention
     from cki.ops.pointwise import bias_activation as bias_activation
@@ -51,6 +53,7 @@ _HOME = {
     "paged_attention": "ops.paged", "decode_attention": "ops.paged", "varlen_attention": "ops.varlen",
     "bias_activation": "ops.pointwise", "gated_activation": "ops.pointwise", "softmax": "ops.pointwise_softmax",
     "quantize_fp8": "ops.pointwise_quantize", "dropout_add": "ops.pointwise_dropout",
+    "layer_norm_quantize": "ops.norm_quantize", "rms_norm_quantize": "ops.norm_quantize",
     "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder", "Encoder": "encoder",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip

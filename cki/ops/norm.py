@@ -71,7 +71,8 @@ def rms_norm(
     return call(RMS_NORM, (x, weight, residual), (eps, weight_offset, normalize), (out, residual_out), stream)
 
 
-def _check(problem: Problem) -> None:
+def check_norm(problem: Problem) -> None:
+    """Rules of `layer_norm`, and of what builds on it."""
     x = problem["x"]
     if x.dtype not in _TYPES:
         problem.reject_type(f"x is {x.dtype}", f"x of {_TYPE_NAMES}")
@@ -105,8 +106,9 @@ def _check(problem: Problem) -> None:
         )
 
 
-def _check_rms_norm(problem: Problem) -> None:
-    _check(problem)
+def check_rms_norm(problem: Problem) -> None:
+    """Rules of `rms_norm`, and of what builds on it."""
+    check_norm(problem)
     offset = problem.attribute("weight_offset")
     if problem.get("weight") is None and offset:
         problem.reject(f"weight_offset is {offset}, but there is no weight", "a weight, or weight_offset=0.0")
@@ -240,7 +242,7 @@ LAYER_NORM = OpSpec(
     inputs=(Input("x"), Input("weight", True), Input("bias", True), Input("residual", True)),
     attributes=(Attribute("eps", float, 1e-5), Attribute("normalize", str, "rounded")),
     outputs=("out", "residual_out"),
-    check=_check,
+    check=check_norm,
     infer=_infer,
     plan=_plan_layer_norm,
     in_place=_IN_PLACE,
@@ -253,7 +255,7 @@ RMS_NORM = OpSpec(
         Attribute("eps", float, 1e-6), Attribute("weight_offset", float, 0.0), Attribute("normalize", str, "rounded"),
     ),
     outputs=("out", "residual_out"),
-    check=_check_rms_norm,
+    check=check_rms_norm,
     infer=_infer,
     plan=_plan_rms_norm,
     in_place=_IN_PLACE,

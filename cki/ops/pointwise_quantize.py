@@ -26,11 +26,11 @@ from cki.plan import Plan, Step
 
 Granularity = Literal["row", "block128", "tensor"]
 
-_BLOCK = 128
+BLOCK = 128
 _GRANULARITIES = ("row", "block128", "tensor")
-_CODES = {"e4m3": dtypes.e4m3, "uint8": dtypes.u8}
+CODE_DTYPES = {"e4m3": dtypes.e4m3, "uint8": dtypes.u8}
 _PARAMS = "PPP" + "iiii" + "q" * 12
-_ARCHS = tuple(arch for arch in ARCHITECTURES if arch != "sm_80")
+E4M3_ARCHS = tuple(arch for arch in ARCHITECTURES if arch != "sm_80")
 
 
 def quantize_fp8(
@@ -75,17 +75,35 @@ def _check(problem: Problem) -> None:
         problem.reject_type(f"scale is {scale.dtype}", "scale of f32")
     if scale is not None and scale.size != 1:
         problem.reject(f"scale has shape {scale.shape}", "scale of one element")
-    if problem.attribute("out_dtype") not in _CODES:
+    check_code_dtype(problem)
+
+
+def check_code_dtype(problem: Problem) -> None:
+    """The attribute out_dtype."""
+    if problem.attribute("out_dtype") not in CODE_DTYPES:
         problem.reject(f"out_dtype is {problem.attribute('out_dtype')!r}", 'out_dtype "e4m3" or "uint8"')
 
 
+def require_e4m3(operation: str, device: DeviceInfo) -> None:
+    """Raise UnsupportedError where the device cannot convert to e4m3."""
+    if device.arch not in E4M3_ARCHS:
+        raise UnsupportedError(
+            f"{operation}: e4m3 on {device.arch}", ["conversions to e4m3 need sm_89"], "a newer GPU"
+        )
+
+
+def code_outputs(x: Operand, granularity: str, out_dtype: str) -> dict[str, OutputSpec]:
+    """Codes of x's shape, and scales for "row" or "block128"."""
+    blocks = 1 if granularity == "row" else -(-x.shape[-1] // BLOCK)
+    return {
+        "out": OutputSpec(x.shape, CODE_DTYPES[out_dtype]),
+        "scale_out": OutputSpec((*x.shape[:-1], blocks), dtypes.f32),
+    }
+
+
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
-    x = problem["x"]
-    codes = {"out": OutputSpec(x.shape, _CODES[problem.attribute("out_dtype")])}
-    if problem.get("scale") is not None:
-        return codes
-    blocks = 1 if problem.attribute("granularity") == "row" else -(-x.shape[-1] // _BLOCK)
-    return {**codes, "scale_out": OutputSpec((*x.shape[:-1], blocks), dtypes.f32)}
+    outputs = code_outputs(problem["x"], problem.attribute("granularity"), problem.attribute("out_dtype"))
+    return outputs if problem.get("scale") is None else {"out": outputs["out"]}
 
 
 def plan_quantize_fp8(
@@ -97,10 +115,7 @@ def plan_quantize_fp8(
     scale: written, [..., 1] or [..., ceil(width / 128)]; for "tensor" read.  config: instead of the heuristic's choice,
     for measurements; a RowConfig for rows, else a TileConfig.
     """
-    if device.arch not in _ARCHS:
-        raise UnsupportedError(
-            f"quantize_fp8: e4m3 on {device.arch}", ["conversions to e4m3 need sm_89"], "a newer GPU"
-        )
+    require_e4m3("quantize_fp8", device)
     width = x.shape[-1]
     size = vector_size([x, codes], width)
     scales = scale
@@ -119,7 +134,7 @@ def plan_quantize_fp8(
             steps.append(Step(kernel, grid, (chosen.threads, 1, 1), arguments, reason=reason))
             continue
         vector = 16 // x.dtype.itemsize
-        lanes = 1 if granularity == "tensor" else _BLOCK // vector
+        lanes = 1 if granularity == "tensor" else BLOCK // vector
         tiles = config if isinstance(config, TileConfig) else tile_config(
             batch.rows, width, vector, 1, device, min_blocks=4, min_lanes=lanes
         )  # fmt: skip
@@ -161,7 +176,7 @@ def tiles_kernel(
 
 def _kernel(name: str, constants: Mapping[str, ConstantValue], max_registers: int) -> KernelSpec:
     return KernelSpec(
-        f"pointwise/{name}.cu", name, tuple(sorted(constants.items())), _PARAMS, _ARCHS, max_registers
+        f"pointwise/{name}.cu", name, tuple(sorted(constants.items())), _PARAMS, E4M3_ARCHS, max_registers
     )
 
 
@@ -185,7 +200,7 @@ QUANTIZE_FP8 = OpSpec(
 
 def representative_specs(arch: str) -> list[KernelSpec]:
     """Kernels that stand for all: each granularity and type, odd widths, rows beyond registers; none before sm_89."""
-    if arch not in _ARCHS:
+    if arch not in E4M3_ARCHS:
         return []
     device = sim_device(arch)
     found: dict[KernelSpec, None] = {}
@@ -193,7 +208,7 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         for granularity in _GRANULARITIES:
             for width in (1024, 4096, 16384, 4097, 131072):
                 x, codes = dense("x", (4096, width), dtype), dense("codes", (4096, width), dtypes.e4m3)
-                blocks = {"row": 1, "block128": -(-width // _BLOCK), "tensor": 1}[granularity]
+                blocks = {"row": 1, "block128": -(-width // BLOCK), "tensor": 1}[granularity]
                 scale = dense("scale", (1,) if granularity == "tensor" else (4096, blocks), dtypes.f32)
                 for step in plan_quantize_fp8(x, codes, scale, device, granularity=granularity):
                     found[step.kernel] = None

@@ -12,7 +12,7 @@ from cki.reference.linear import linear
 from cki.reference.norm import layer_norm, rms_norm
 from cki.reference.paged import append_kv, decode_attention, merge_states, paged_attention
 from cki.reference.pointwise import bias_activation, gated_activation
-from cki.reference.quantize import quantize_fp8
+from cki.reference.quantize import layer_norm_quantize, quantize_fp8, rms_norm_quantize
 from cki.reference.rope import apply_rope
 from cki.reference.softmax import softmax
 from cki.reference.varlen import varlen_attention
@@ -20,7 +20,7 @@ from cki.reference.varlen import varlen_attention
 # Where a function and its module share a name (attention, encoder, linear, softmax), these imports leave the function.
 __all__ = [
     "append_kv", "apply_rope", "attention", "bias_activation", "decode_attention", "dropout_add", "embed_tokens",
-    "encoder", "encoder_embed", "encoder_layer", "fused_attention", "gated_activation", "layer_norm", "linear",
-    "mean_pool", "merge_states", "paged_attention", "quantize_fp8", "rms_norm", "softmax", "token_positions",
-    "varlen_attention",
+    "encoder", "encoder_embed", "encoder_layer", "fused_attention", "gated_activation", "layer_norm",
+    "layer_norm_quantize", "linear", "mean_pool", "merge_states", "paged_attention", "quantize_fp8", "rms_norm",
+    "rms_norm_quantize", "softmax", "token_positions", "varlen_attention",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Quantisation to e4m3 in float64: the specification of `cki.quantize_fp8`.
+"""Quantisation to e4m3 in float64: the specification of `cki.quantize_fp8`, `rms_norm_quantize`, `layer_norm_quantize`.
 
 Scales are those of fp32, as the operation returns them; codes are returned as the values that they stand for.
 """
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cki.reference.norm import layer_norm, rms_norm
 
 Array = NDArray[Any]
 Result = NDArray[np.float64]
@@ -37,6 +39,31 @@ def quantize_fp8(
     scales = np.maximum((largest / _LARGEST).astype(np.float32), np.float32(2.0**-126)).astype(np.float64)
     scales = np.where(largest == 0, 1.0, scales)
     return _nearest(values / np.repeat(scales, np.diff([*starts, width]), axis=-1)), scales
+
+
+def rms_norm_quantize(
+    x: Array,
+    weight: Array | None = None,
+    *,
+    residual: Array | None = None,
+    granularity: str = "row",
+    **options: Any,
+) -> tuple[Result, ...]:
+    """(codes, scales) of the RMS norm, with a residual (codes, scales, x + residual); options are `rms_norm`'s."""
+    return _quantized(rms_norm(x, weight, residual=residual, **options), granularity)
+
+
+def layer_norm_quantize(
+    x: Array, weight: Array | None = None, bias: Array | None = None, *, residual: Array | None = None,
+    granularity: str = "row", **options: Any,
+) -> tuple[Result, ...]:  # fmt: skip
+    """(codes, scales) of the layer norm, with a residual (codes, scales, x + residual); options are `layer_norm`'s."""
+    return _quantized(layer_norm(x, weight, bias, residual=residual, **options), granularity)
+
+
+def _quantized(normalized: Result | tuple[Result, Result], granularity: str) -> tuple[Result, ...]:
+    y, *stored = normalized if isinstance(normalized, tuple) else (normalized,)
+    return (*quantize_fp8(y, granularity=granularity), *stored)
 
 
 def _nearest(values: Result) -> Result:

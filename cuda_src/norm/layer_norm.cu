@@ -15,7 +15,7 @@
 // Work: as in rms_norm.cu, with two reductions a row. y may be x, and sum may be x or residual.
 #include "common/row_address.cuh"
 #include "common/row_in_registers.cuh"
-#include "norm/fp32_range.cuh"
+#include "norm/normalize_row.cuh"
 #include "norm/row_input.cuh"
 
 using namespace cki;
@@ -56,39 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
     input.take(values, sum_rows, row, extents, width, present);
     if constexpr (kPrefetch) load(row + grid_rows);
 
-    // The mean of terms v/width instead of the sum over width: it does not overflow before a value does.
-    float mean = 0.0f;
-    for_each_value(values, [&](float value) { mean = fmaf(value, inverse_width, mean); });
-    mean = row_reduce<Sum>(mean, mean_scratch);
-#pragma unroll
-    for (int v = 0; v < kVectorsPerThread; ++v)
-#pragma unroll
-      for (int i = 0; i < kVectorSize; ++i)  // columns past the width stay zero
-        values[v][i] = row_holds(v, width) ? values[v][i] - mean : 0.0f;
-
-    float moments[2];  // mean(d), mean(d^2)
-    const auto take_moments = [&] {
-      moments[0] = moments[1] = 0.0f;
-      for_each_value(values, [&](float value) {
-        moments[0] += value;
-        moments[1] = fmaf(value, value, moments[1]);
-      });
-      row_reduce<Sum>(moments, moment_scratch);
-      moments[0] *= inverse_width;
-      moments[1] *= inverse_width;
-    };
-    take_moments();
-    float row_eps = eps;
-    if (any_row_of_warp(!mean_square_in_range(moments[1], eps))) {
-      float largest = 0.0f;
-      for_each_value(values, [&](float value) { largest = fmaxf(largest, fabsf(value)); });
-      const float scale = power_of_two_scale(row_reduce<Max>(largest, mean_scratch), eps);
-      for_each_value(values, [&](float& value) { value *= scale; });
-      row_eps = scaled_eps(eps, scale);
-      take_moments();
-    }
-    const float variance = fmaxf(fmaf(-moments[0], moments[0], moments[1]), 0.0f);
-    const float reciprocal = rsqrtf(variance + row_eps);
+    const Centred centred = centre_row(values, width, inverse_width, eps, mean_scratch, moment_scratch);
 
     Element* y_row = y_rows.row(row, extents);
 #pragma unroll
@@ -101,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
       if constexpr (kHasBias && !kHoldWeight) load_floats(bias + column_offset(row_column(v), bias_step), shifts);
 #pragma unroll
       for (int i = 0; i < kVectorSize; ++i) {
-        float result = (values[v][i] - moments[0]) * reciprocal;
+        float result = (values[v][i] - centred.mean_of_deviations) * centred.reciprocal;
         if constexpr (kHasWeight) result *= factors[i];
         if constexpr (kHasBias) result += shifts[i];
         values[v][i] = result;

@@ -13,7 +13,7 @@
 // registers from row to row. y may be x, and sum may be x or residual: a thread has read what it overwrites.
 #include "common/row_address.cuh"
 #include "common/row_in_registers.cuh"
-#include "norm/fp32_range.cuh"
+#include "norm/normalize_row.cuh"
 #include "norm/row_input.cuh"
 
 using namespace cki;
@@ -52,24 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
     input.take(values, sum_rows, row, extents, width, present);
     if constexpr (kPrefetch) load(row + grid_rows);
 
-    const auto mean_of_squares = [&] {
-      float total = 0.0f;
-      for_each_value(values, [&](float value) { total = fmaf(value, value, total); });
-      turn ^= 1;
-      return row_reduce<Sum>(total, scratch[turn]) * inverse_width;
-    };
-    float mean_square = mean_of_squares();
-    float row_eps = eps;
-    if (any_row_of_warp(!mean_square_in_range(mean_square, eps))) {
-      float largest = 0.0f;
-      for_each_value(values, [&](float value) { largest = fmaxf(largest, fabsf(value)); });
-      turn ^= 1;
-      const float scale = power_of_two_scale(row_reduce<Max>(largest, scratch[turn]), eps);
-      for_each_value(values, [&](float& value) { value *= scale; });
-      row_eps = scaled_eps(eps, scale);
-      mean_square = mean_of_squares();
-    }
-    const float reciprocal = rsqrtf(mean_square + row_eps);
+    const float reciprocal = reciprocal_rms(values, inverse_width, eps, scratch, turn);
 
     Element* y_row = y_rows.row(row, extents);
 #pragma unroll

@@ -10,9 +10,9 @@
 // Work: tiles as in tile.cuh. The 16 or 32 neighbouring lanes whose vectors make up a block of 128 find its largest magnitude
 // by shuffles, so a row's threads are a multiple of them. Rows that cannot move in vectors of kVectorSize (odd widths or
 // addresses, steps) move element by element, each thread still owning kVectorSize neighbours (kVectorAccess = false).
+#include "common/e4m3_codes.cuh"
 #include "common/reduce.cuh"
 #include "common/row_address.cuh"
-#include "pointwise/e4m3_codes.cuh"
 #include "pointwise/tile.cuh"
 
 using namespace cki;

@@ -5,9 +5,9 @@
 // x, codes: rows of `width` elements (row_address.cuh). scale: fp32, one element a row. x / scale is x times the reciprocal
 // of the rounded scale. Bytes moved a row: width * (sizeof(Element) + 1) and the scale.
 // Work: as in norm/rms_norm.cu; a row lives in the registers of a part of a warp, a warp, or a block, and is read once.
+#include "common/e4m3_codes.cuh"
 #include "common/row_address.cuh"
 #include "common/row_in_registers.cuh"
-#include "pointwise/e4m3_codes.cuh"
 
 using namespace cki;
 

@@ -1,9 +1,9 @@
 // Rows as e4m3 with a scale a row, of rows that do not fit in registers. Formula and arguments as in quantize_fp8_rows.cu.
 //
 // One block a row; a pass for the largest magnitude and one for the codes, which reads the row from L2.
+#include "common/e4m3_codes.cuh"
 #include "common/reduce.cuh"
 #include "common/row_address.cuh"
-#include "pointwise/e4m3_codes.cuh"
 
 using namespace cki;
 
