@@ -26,7 +26,7 @@ from typing import Any
 import common
 
 import cki
-from cki.heuristics.paged import DecodeConfig, DecodeShape, choose_decode
+from cki.heuristics.paged import DecodeConfig, DecodeShape, choose_decode, choose_groups
 from cki.ops.call import call
 from cki.ops.paged import PAGED_ATTENTION, plan_problem
 
@@ -140,13 +140,16 @@ def cki_call(counted: bool) -> Run:
 
 
 def configured_call(counted: bool, **changes: Any) -> Run:
-    """The same with another configuration.  blocks_per_sm sets min_blocks and the grid."""
-    per_sm = changes.pop("blocks_per_sm")
+    """The same with another configuration.  blocks_per_sm sets min_blocks and the grid; together 0: as chosen."""
+    per_sm, together = changes.pop("blocks_per_sm"), changes.pop("together", 0)
 
     def choose(shape: DecodeShape, device: Any) -> DecodeConfig:
         chosen = choose_decode(shape, device)
-        blocks = max(1, min(device.sm_count * per_sm, -(-shape.positions // changes["warps"])))
-        return dataclasses.replace(chosen, blocks=blocks, min_blocks=per_sm, **changes)
+        units = shape.kv_heads * -(-shape.rows // chosen.rows)
+        groups, beside = choose_groups(units, changes["warps"], shape.positions, device.sm_count * per_sm)
+        if together:
+            groups, beside = groups * beside // together, together
+        return dataclasses.replace(chosen, groups=groups, together=beside, min_blocks=per_sm, **changes)
 
     spec = dataclasses.replace(
         PAGED_ATTENTION, plan=lambda problem, outputs, device: plan_problem(problem, outputs, device, choose)
@@ -160,13 +163,27 @@ def configured_call(counted: bool, **changes: Any) -> Run:
     return run
 
 
+#: (warps, stages, blocks an SM) worth timing.
+_SHAPES = ((4, 2, 2), (4, 3, 2), (4, 6, 1), (8, 2, 1), (8, 3, 1), (6, 4, 1), (6, 2, 2), (4, 1, 4), (2, 6, 2), (2, 2, 5))
+
+
 def candidates() -> dict[str, Run]:
-    """Configurations worth timing; those that do not fit in shared memory fail at their launch and are left out."""
+    """Configurations worth timing; those that do not fit in shared memory fail at their launch and are left out.
+
+    4w3s@2 is 4 warps of 3 stages, 2 blocks an SM; p256: L2 fetches 256 bytes around a copy; alone:
+    blocks of different heads do not walk together; counted: the last block merges, not a second launch.
+    """
     found = {}
-    for warps, stages, per_sm in itertools.product((2, 4, 8), (2, 3, 4, 6), (1, 2, 3, 4)):
-        if 16 <= warps * stages * per_sm <= 32:
-            name = f"{warps} warps x {stages} stages x {per_sm} blocks an SM"
-            found[name] = configured_call(True, warps=warps, stages=stages, blocks_per_sm=per_sm)
+    for warps, stages, per_sm in _SHAPES:
+        shape = {"warps": warps, "stages": stages, "blocks_per_sm": per_sm}
+        found[f"{warps}w{stages}s@{per_sm}"] = configured_call(False, **shape)
+    usual = {"warps": 4, "stages": 3, "blocks_per_sm": 2}
+    for prefetch in (0, 256):
+        found[f"4w3s@2 p{prefetch}"] = configured_call(False, prefetch=prefetch, **usual)
+    found["4w3s@2 alone"] = configured_call(False, together=1, **usual)
+    wide = {"warps": 8, "stages": 3, "blocks_per_sm": 1}
+    found["8w3s@1 counted"] = configured_call(True, **wide)
+    found["8w3s@1 p256"] = configured_call(False, prefetch=256, **wide)
     return found
 
 

@@ -28,18 +28,23 @@ TILE_ROWS = 8
 MAX_SPLIT_BATCH = 1024
 #: Registers a thread for queries and output, of 255.
 _ROW_REGISTERS = 100
+#: The part of a device's blocks that a grid in whole groups should use.
+_WELL_USED = 0.96
+#: Warps of a block of the launch that merges.
+MERGE_WARPS = 4
 
 
 @dataclass(frozen=True)
 class DecodeShape:
     """What the choice depends on.  rows: queries times query heads a KV head.  Item sizes in bytes.
 
-    positions: the most tiles of 16 keys that all units together can have.  alone: a unit's result must not depend on
-    the rest of the batch.
+    positions: the most tiles of 16 keys that all sequences together can have.  alone: a unit's result must not depend
+    on the rest of the batch.
     """
 
     batch: int
     rows: int
+    kv_heads: int
     head_dim: int
     value_dim: int
     itemsize: int
@@ -50,43 +55,48 @@ class DecodeShape:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """warps a block; stages of each warp's ring; row_tiles of 8 rows; rows of a unit; blocks of the grid when split.
+    """warps a block; stages of each warp's ring; row_tiles of 8 rows; rows of a unit.
 
-    min_blocks: blocks an SM that the compiler must leave room for.  split: whether units are shared by blocks.
+    When split, the grid is `groups` groups of `together` blocks (decode_schedule.cuh), and together divides the units
+    of a sequence.  min_blocks: blocks an SM that the compiler must leave room for.  split: whether units are shared by
+    blocks.  prefetch: bytes that L2 is told to fetch around a copy of 16: 0, 128 or 256.
     """
 
     warps: int
     stages: int
     row_tiles: int
     rows: int
-    blocks: int
+    groups: int
+    together: int
     min_blocks: int
     split: bool
+    prefetch: int = 128
 
     @property
     def threads(self) -> int:
         return self.warps * 32
 
     @property
+    def blocks(self) -> int:
+        """Of the grid, when split."""
+        return self.groups * self.together
+
+    @property
     def least_positions(self) -> int:
         """A block gets a tile for each warp at least."""
         return self.warps
 
-    def state_floats(self, value_dim: int) -> int:
+    def state_floats(self, value_dim: int, itemsize: int) -> int:
         """Floats of one state (`StateLayout`)."""
-        return self.rows * (value_dim + 4)
+        return self.rows * (padded_dim(value_dim, itemsize) + 4)
 
     def shared_memory(self, shape: DecodeShape) -> int:
-        """Bytes: rings, a state a warp or in its place weights of merged parts, weights of warps, the schedule."""
-        ring = self.warps * self.stages * stage_bytes(shape)
-        states = max(self.warps * self.state_floats(shape.value_dim), self.rows * self.blocks)
-        return ring + states * 4 + self.rows * self.warps * 4 + self._schedule_bytes(shape.batch)
+        """Bytes: rings, a state a warp, the schedule."""
+        states = self.warps * self.state_floats(shape.value_dim, shape.itemsize) * 4
+        return self.warps * self.stages * stage_bytes(shape) + states + self.schedule_bytes(shape.batch)
 
-    def merge_shared_memory(self, batch: int) -> int:
-        """Bytes of the launch that merges: weights of the parts, the schedule."""
-        return self.rows * self.blocks * 4 + self._schedule_bytes(batch)
-
-    def _schedule_bytes(self, batch: int) -> int:
+    def schedule_bytes(self, batch: int) -> int:
+        """Bytes of the line of work, in both launches."""
         return (2 * (batch if self.split else 1) + 1) * 4
 
 
@@ -114,6 +124,18 @@ def _row_tiles(shape: DecodeShape) -> int:
     return min(-(-shape.rows // TILE_ROWS), max(1, _ROW_REGISTERS // registers), 3)
 
 
+def choose_groups(units: int, warps: int, positions: int, blocks: int) -> tuple[int, int]:
+    """(groups, together) for a grid of at most `blocks` blocks, or a few more where one sequence's units are more.
+
+    All units of a sequence together if that uses the device well, else the largest part of them that does.  No more
+    groups than there can be tiles for their warps.
+    """
+    divisors = [n for n in range(units, 0, -1) if units % n == 0 and n <= blocks]
+    together = next(n for n in divisors if blocks // n * n >= _WELL_USED * blocks or n == 1)
+    most = -(-positions * (units // together) // warps)
+    return max(1, min(blocks // together, most)), together
+
+
 def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     """The configuration for a problem: two blocks an SM where their rings fit, as deep as they fit.
 
@@ -123,14 +145,17 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     tiles = _row_tiles(shape)
     row_blocks = -(-shape.rows // (tiles * TILE_ROWS))
     rows = -(-shape.rows // row_blocks)
-    split = not shape.alone and shape.batch <= MAX_SPLIT_BATCH and shape.positions < 2**30
+    units = shape.kv_heads * row_blocks
+    split = not shape.alone and shape.batch <= MAX_SPLIT_BATCH and shape.positions * units < 2**30
     per_sm = device.shared_memory_per_block + 1024  # the system takes 1 KB of each block's
     for min_blocks, warps, stages in (
         (2, 4, 6), (2, 4, 4), (2, 4, 3), (2, 4, 2), (1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 2, 2),
         (1, 1, 2),
     ):  # fmt: skip
-        blocks = max(1, min(device.sm_count * min_blocks, -(-shape.positions // warps))) if split else 1
-        config = DecodeConfig(warps, stages, -(-rows // TILE_ROWS), rows, blocks, min_blocks, split)
+        groups, together = (
+            choose_groups(units, warps, shape.positions, device.sm_count * min_blocks) if split else (1, 1)
+        )
+        config = DecodeConfig(warps, stages, -(-rows // TILE_ROWS), rows, groups, together, min_blocks, split)
         if config.shared_memory(shape) <= min(per_sm // min_blocks - 1024, device.shared_memory_per_block):
             return config
     raise AssertionError(f"head dimensions {shape.head_dim} and {shape.value_dim} fit no configuration")

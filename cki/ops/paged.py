@@ -14,7 +14,14 @@ from cki import config, dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
-from cki.heuristics.paged import TILE_KEYS, DecodeConfig, DecodeShape, choose_decode, padded_dim
+from cki.heuristics.paged import (
+    MERGE_WARPS,
+    TILE_KEYS,
+    DecodeConfig,
+    DecodeShape,
+    choose_decode,
+    padded_dim,
+)
 from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.cache_arguments import cache_tensors, imported
@@ -23,10 +30,12 @@ from cki.ops.paged_rules import check_decode, check_paged, copy_bytes, counters_
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
-_PARAMS = "P" * 13 + "q" * 20 + "i" * 8 + "f" * 4
-_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 8
+_PARAMS = "P" * 13 + "q" * 20 + "i" * 9 + "f" * 4
+_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 9
 _LOG2E = math.log2(math.e)
 _PARTIALS = "partials"
+#: Architectures where one launch cannot begin before the one ahead of it has ended.
+_SERIAL_ARCHS = ("sm_80", "sm_89")
 Choice = Callable[[DecodeShape, DeviceInfo], DecodeConfig]
 
 
@@ -122,28 +131,29 @@ def plan_paged_attention(
     rows = queries * group
     most_tiles = (-(-capacity // TILE_KEYS) + (batch if paging == 2 else 0)) * (1 if paging == 2 else batch)
     shape = DecodeShape(
-        batch,
-        rows,
-        head_dim,
-        value_dim,
-        itemsize,
-        token_scales,
-        max(batch, most_tiles) * kv_heads * rows,
-        deterministic,
-    )
+        batch, rows, kv_heads, head_dim, value_dim, itemsize, token_scales, max(batch, most_tiles), deterministic
+    )  # fmt: skip
     chosen = choose(shape, device)
     units = batch * kv_heads * -(-rows // chosen.rows)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or alibi_slopes is not None or scale <= 0
     merge_here = chosen.split and counters is not None
+    # On later architectures the merging launch is under way when the parts are written.
+    programmatic = chosen.split and not merge_here and device.arch not in _SERIAL_ARCHS
+    dense_out = out.strides[3] == 1 and value_dim % 4 == 0 and out.is_aligned(min(16, 4 * out.dtype.itemsize))
     common: dict[str, Any] = {
         "Element": q.dtype, "LengthIndex": lengths.dtype, "kPaging": paging, "kLimitLeft": left >= 0,
-        "kRows": chosen.rows, "kValueDim": value_dim, "kWarps": chosen.warps,
+        "kRows": chosen.rows, "kValueDim": value_dim, "kPaddedValueDim": padded_dim(value_dim, itemsize),
+        "kDenseOut": dense_out, "kProgrammatic": programmatic,
     }  # fmt: skip
+    archs = tuple(
+        arch for arch in ARCHITECTURES
+        if not (itemsize == 1 and arch == "sm_80") and not (programmatic and arch in _SERIAL_ARCHS)
+    )  # fmt: skip
     kernel = kernel_spec(
-        "attention/decode.cu", "paged_attention", _PARAMS, archs=ARCHITECTURES[1:] if itemsize == 1 else ARCHITECTURES,
+        "attention/decode.cu", "paged_attention", _PARAMS, archs=archs, kWarps=chosen.warps, kPrefetch=chosen.prefetch,
         CacheElement=k.dtype, TableIndex=block_table.dtype if block_table is not None else dtypes.i32,
-        kHeadDim=head_dim, kPaddedDim=padded_dim(head_dim, itemsize), kPaddedValueDim=padded_dim(value_dim, itemsize),
+        kHeadDim=head_dim, kPaddedDim=padded_dim(head_dim, itemsize),
         kRowTiles=chosen.row_tiles, kStages=chosen.stages, kMinBlocks=chosen.min_blocks, kSplit=chosen.split,
         kMergeHere=merge_here, kTokenScales=token_scales, kWholeTiles=paging > 0 or block_size % TILE_KEYS == 0,
         kCopyBytes=copy_bytes(k, v), kQueryPairs=q.strides[3] == 1 and head_dim % 2 == 0 and q.is_aligned(4),
@@ -152,7 +162,7 @@ def plan_paged_attention(
     partials: ArgumentValue = NullPointer()
     workspace: tuple[tuple[str, int], ...] = ()
     if chosen.split:
-        floats = 2 * chosen.blocks * chosen.state_floats(value_dim)
+        floats = 2 * chosen.blocks * chosen.state_floats(value_dim, itemsize)
         partials, workspace = dense(_PARTIALS, (floats,), dtypes.f32), ((_PARTIALS, 4 * floats),)
 
     def optional(*tensors: Operand | None) -> tuple[ArgumentValue, ...]:
@@ -160,13 +170,13 @@ def plan_paged_attention(
 
     k_strides, v_strides = ((0, *t.strides[:-1])[-3:] for t in (k, v))
     table_strides = (0, 0) if block_table is None else block_table.strides
-    sizes = (capacity, batch, queries, kv_heads, group, max(left, 0), chosen.least_positions)
+    sizes = (capacity, batch, queries, kv_heads, group, max(left, 0), chosen.together, chosen.least_positions)
     sinks_stride = 0 if sinks is None else sinks.strides[0]
     arguments: tuple[ArgumentValue, ...] = (
         q, k, v, out, *optional(lse, block_table), lengths, *optional(*(scales or (None, None)), sinks, alibi_slopes),
         partials, *optional(counters), *q.strides, *out.strides, *k_strides, *v_strides, *table_strides,
         lengths.strides[0], sinks_stride, 0 if alibi_slopes is None else alibi_slopes.strides[0],
-        k.shape[0], block_size, *sizes, scale, _LOG2E if scale_first else scale * _LOG2E, softcap,
+        min(k.shape[0], 2**31 - 1), block_size, *sizes, scale, _LOG2E if scale_first else scale * _LOG2E, softcap,
         2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
     blocks = chosen.blocks if chosen.split else units
@@ -177,20 +187,25 @@ def plan_paged_attention(
     reason = (
         f"{chosen.rows} rows, {chosen.warps} warps of {chosen.stages} stages, "
         f"copies of {kernel.constant('kCopyBytes')} bytes, "
-        f"{f'{blocks} equal blocks' if chosen.split else 'a block a unit'}"
+        f"{f'{chosen.groups} equal groups of {chosen.together} blocks' if chosen.split else 'a block a unit'}"
     )
     threads = (chosen.threads, 1, 1)
     steps = [Step(kernel, (blocks, 1, 1), threads, arguments, chosen.shared_memory(shape), reason=reason)]
-    if chosen.split and not merge_here:
-        merge = kernel_spec("attention/decode_merge.cu", "merge_partials", _MERGE_PARAMS, **common)
+    if chosen.split and not merge_here and chosen.groups > 1:
+        merge = kernel_spec(
+            "attention/decode_merge.cu", "merge_partials", _MERGE_PARAMS, archs=archs, kWarps=MERGE_WARPS, **common
+        )
         merge_arguments: tuple[ArgumentValue, ...] = (
             partials, out, *optional(lse), lengths, *optional(sinks), *out.strides, lengths.strides[0], sinks_stride,
-            blocks, *sizes,
+            chosen.groups, *sizes,
         )  # fmt: skip
-        smem = chosen.merge_shared_memory(batch)
+        grid = ((chosen.groups - 1) * chosen.together, 1, 1)
         steps.append(
-            Step(merge, (units, 1, 1), threads, merge_arguments, smem, reason="units of several blocks")
-        )
+            Step(
+                merge, grid, (MERGE_WARPS * 32, 1, 1), merge_arguments, chosen.schedule_bytes(batch),
+                programmatic=programmatic, reason="units of several blocks",
+            )
+        )  # fmt: skip
     return Plan(tuple(steps), workspace)
 
 

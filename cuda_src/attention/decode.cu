@@ -14,24 +14,27 @@
 // Units, tiles and their division among blocks: decode_schedule.cuh. Within a block each warp takes every kWarps-th
 // tile of 16 keys, has a ring of kStages tiles of its own (cp.async) and never waits for the other warps while it
 // reads. The ring runs on across units: while a unit is being finished, the tiles of the next are under way, so memory
-// never idles.
+// never idles. Where a warp's next tiles lie is found for 32 of them at a time (decode_copy.cuh).
 //
 // Products: decode_tile.cuh. The softmax's reference of a row moves only when a score exceeds it by more than 8 powers
 // of two: until then weights up to 256 are as precise as weights up to 1, and nothing accumulated so far must be
 // touched.
 //
 // At the end of a unit the states of the warps are combined (decode_combine.cuh). A block that had all of the unit
-// writes the result. Else it writes its part (fp32), and the parts are merged by the block that arrives last
-// (kMergeHere; counters are zero before and after every launch) or by a launch of decode_merge.cu.
+// writes the result. Else it writes its part (fp32), and the parts are merged by a launch of decode_merge.cu, which
+// begins while this one runs (kProgrammatic, sm_90), or by the block that arrives last (kMergeHere; counters are zero
+// before and after every launch).
 //
 // What is not a key of the sequence is not read: slots past its end, table entries past its end or before its window.
 // A table entry outside the cache stands for keys and values of zero. Keys that some but not all rows see are hidden by
 // replacing scores.
 #include "attention/decode_combine.cuh"
 #include "attention/decode_copy.cuh"
+#include "attention/decode_result.cuh"
 #include "attention/decode_rows.cuh"
 #include "attention/decode_schedule.cuh"
 #include "attention/decode_tile.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
 
 using namespace cki;
@@ -51,11 +54,12 @@ using Keys = Tile<CacheElement, kTileKeys, kPaddedDim>;
 using Values = Tile<CacheElement, kTileKeys, kPaddedValueDim>;
 using Stage = StageLayout<Keys, Values, kTokenScales>;
 using Rows = DecodeRows<Stage, kRowTiles, Features>;
-using State = StateLayout<kRows, kValueDim>;
+using State = StateLayout<kRows, kPaddedValueDim>;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
-using Source = KeySource<Stage, TableIndex, kPaging, kWholeTiles, kCopyBytes, kHeadDim, kValueDim>;
+using Source = KeySource<Stage, TableIndex, kPaging, kWholeTiles, kCopyBytes, kPrefetch, kHeadDim, kValueDim>;
+using Result = DecodeResult<Element, kValueDim, kDenseOut>;
 
-// Shared memory: rings, then the exchange of a unit's states, then the schedule.
+// Shared memory: rings, a state a warp, then the schedule.
 constexpr int kRingBytes = kWarps * kStages * Stage::kBytes;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -70,81 +74,93 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                     i64 k_block, i64 k_token, i64 k_head, i64 v_block, i64 v_token, i64 v_head,
                     i64 table_batch, i64 table_column, i64 lengths_stride, i64 sinks_stride, i64 slopes_stride,
                     i64 num_blocks, int block_size, int capacity, int batch, int queries, int kv_heads, int group,
-                    int left, int least_positions, float scale, float exponent_scale, float softcap,
+                    int left, int together, int least_positions, float scale, float exponent_scale, float softcap,
                     float softcap_rate) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  __shared__ float totals[kRows][2];
   __shared__ int arrived_last;
-  // One state a warp; when blocks merge, the weights of their parts take the same place.
   float* states = reinterpret_cast<float*>(smem + kRingBytes);
-  const int merged_parts = kSplit && kMergeHere ? static_cast<int>(gridDim.x) : 0;
-  float* weights = states + max(kWarps * State::kFloats, kRows * merged_parts);  // [kRows][kWarps]
   const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
   const int warp = __shfl_sync(kFullWarp, thread / 32, 0);  // uniform, and the compiler knows
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
+  if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
 
   const int total_rows = queries * group;
   const int row_blocks = (total_rows + kRows - 1) / kRows;
-  const int units = kv_heads * row_blocks;
+  const int units = kv_heads * row_blocks;  // of a sequence
+  const int block = static_cast<int>(blockIdx.x);
   const Lengths key_lengths{lengths, lengths_stride, capacity, queries, left};
 
-  // What this block does: `length` positions from `begin`.
-  int* tables = reinterpret_cast<int*>(weights + kRows * kWarps);
-  Schedule schedule{tables, tables + (kSplit ? batch : 1), 0, kSplit ? batch : 1, units, 0};
+  // What this block does: its unit of each sequence that its group walks over.
+  int* tables = reinterpret_cast<int*>(states + kWarps * State::kFloats);
+  Schedule schedule{tables, tables + (kSplit ? batch : 1), 0, kSplit ? batch : 1, kSplit ? units / together : units, 0};
+  const int group_of_blocks = kSplit ? block / together : 0;
+  const int beside = kSplit ? block - group_of_blocks * together : 0;
   Cursor walk;
   if constexpr (kSplit) {
     schedule.measure<kThreads>(key_lengths);
-    schedule.cut(static_cast<int>(gridDim.x), least_positions);
-    const i64 begin = static_cast<i64>(blockIdx.x) * schedule.chunk;
-    const int positions = schedule.positions();
-    if (begin >= positions) return;
-    walk.sequence = schedule.sequence_at(static_cast<int>(begin));
-    const int within = static_cast<int>(begin) - schedule.before[walk.sequence] * units;
-    walk.unit = within / schedule.tiles(walk.sequence);
-    walk.tile = within - walk.unit * schedule.tiles(walk.sequence);
-    walk.remaining = min(schedule.chunk, positions - static_cast<int>(begin));
+    schedule.cut(static_cast<int>(gridDim.x) / together, least_positions);
+    const i64 begin = static_cast<i64>(group_of_blocks) * schedule.chunk;
+    if (begin >= schedule.positions()) return;
+    walk = Cursor::at(schedule, static_cast<int>(begin), schedule.chunk);
   } else {
-    schedule.base = static_cast<int>(blockIdx.x) / units;
+    schedule.base = block / units;
     schedule.measure<kThreads>(key_lengths);
-    walk = {0, static_cast<int>(blockIdx.x) - schedule.base * units, 0, schedule.tiles(0)};
+    walk = {0, block - schedule.base * units, 0, schedule.tiles(0)};
   }
+  const auto unit_at = [&](int pass) { return kSplit ? pass * together + beside : pass; };
 
   const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
                       table_batch, table_column, num_blocks, block_size, kv_heads};
   const auto place_of = [&](const Cursor& at) {
+    if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0};
     const int keys = schedule.keys[at.sequence];
-    return source.find(schedule.base + at.sequence, at.unit / row_blocks,
-                       (key_lengths.first_tile(keys) + at.tile) * kTileKeys, key_lengths.first_key(keys), keys,
-                       [&] { return key_lengths.offset(schedule.base + at.sequence); });
+    const int sequence = schedule.base + at.sequence;
+    return source.find(sequence, unit_at(at.pass) / row_blocks, (key_lengths.first_tile(keys) + at.tile) * kTileKeys,
+                       key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
   };
 
-  // The warp's own walk over tiles to fetch, kStages ahead of the products; `next` is found one tile before it is
-  // fetched, because a table entry takes as long to arrive as a tile.
-  Cursor fetch = walk;
-  fetch.advance(schedule, warp);
-  TilePlace next;
-  if (fetch.remaining > 0) next = place_of(fetch);
+  // The warp's tiles to fetch, kStages ahead of the products. `found` holds 32 of them, one a lane.
+  Cursor search = walk;
+  search.advance(schedule, warp + lane * kWarps);
+  TilePlace found;
+  TableIndex entry{};  // Source::kLookUpKeys: of the next tile
+  int fetched = 0;
+  const int to_fetch = (walk.remaining - warp + kWarps - 1) / kWarps;
   const auto fetch_tile = [&](int stage) {
-    if (fetch.remaining > 0) {
-      source.copy(ring + stage * Stage::kBytes, next);
-      fetch.advance(schedule, kWarps);
-      if (fetch.remaining > 0) next = place_of(fetch);
+    if (fetched < to_fetch) {
+      const int holder = fetched % 32;
+      if (holder == 0) {
+        found = place_of(search);
+        search.advance(schedule, 32 * kWarps);
+        if constexpr (Source::kLookUpKeys) entry = source.look_up(Source::of_lane(found, 0));
+      }
+      TilePlace place = Source::of_lane(found, holder);
+      if constexpr (Source::kLookUpKeys) {
+        place = source.of_key(place, entry);
+        if (holder < 31) entry = source.look_up(Source::of_lane(found, holder + 1));
+      }
+      source.copy(ring + stage * Stage::kBytes, place);
+      ++fetched;
     }
     ptx::cp_async_commit_group();
   };
-#pragma unroll 1
-  for (int stage = 0; stage < kStages; ++stage) fetch_tile(stage);
 
+  const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
+                      kv_heads * group, group};
   const LogitRules rules{scale, softcap, softcap_rate, 0, 0};
   const float slack = Rows::kSlack / exponent_scale;
   int stage = 0;
-  int own = warp;  // positions from the present unit's begin to this warp's next tile
+  // Positions from the present unit's begin to this warp's next tile. The first kStages turns only fill the ring: with
+  // the copies in one place the code is shorter, which a launch after other kernels has to fetch first.
+  int own = warp - kStages * kWarps;
   while (walk.remaining > 0) {
     const int tiles = schedule.tiles(walk.sequence);
     const int length = min(tiles - walk.tile, walk.remaining);  // of this unit in this block
     const int sequence = schedule.base + walk.sequence;
-    const int kv_head = walk.unit / row_blocks;
-    const int first_row = (walk.unit - kv_head * row_blocks) * kRows;
+    const int unit = unit_at(walk.pass);
+    const int kv_head = unit / row_blocks;
+    const int first_row = (unit - kv_head * row_blocks) * kRows;
     const int keys = schedule.keys[walk.sequence];
     const int rows = min(kRows, total_rows - first_row);
     const auto query_of = [&](int row) { return (first_row + row) / group; };
@@ -163,66 +179,66 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int common_end = keys - queries + 1;
 
     int position = own;
+#pragma unroll 1
     for (; position < length; position += kWarps) {
-      ptx::cp_async_wait_group<kStages - 1>();
-      __syncwarp();
-      const unsigned char* tile = ring + stage * Stage::kBytes;
-      const int first_key = (key_lengths.first_tile(keys) + walk.tile + position) * kTileKeys;
-      const bool all_seen = first_key >= common_begin && first_key + kTileKeys <= common_end;
-      state.attend(tile, first_key, all_seen, left, rules, exponent_scale, slack);
-      __syncwarp();
+      if (position >= 0) {
+        ptx::cp_async_wait_group<kStages - 1>();
+        __syncwarp();
+        const unsigned char* tile = ring + stage * Stage::kBytes;
+        const int first_key = (key_lengths.first_tile(keys) + walk.tile + position) * kTileKeys;
+        const bool all_seen = first_key >= common_begin && first_key + kTileKeys <= common_end;
+        state.attend(tile, first_key, all_seen, left, rules, exponent_scale, slack);
+        __syncwarp();
+      }
       fetch_tile(stage);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     own = position - length;
 
-    // The unit's end: states of the warps, then the whole of what this block had.
+    // The unit's end: the states of the warps make the whole of what this block had.
     const float value_factor = kHeadScales ? v_scale[kv_head] : 1.0f;
     state.template store<State>(states + warp * State::kFloats, rows, exponent_scale, value_factor);
     __syncthreads();
     const bool whole = !kSplit || length == tiles;
-    const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.unit) : 0;
-    const auto finish_row = [&](int row, int column, float value, float reference, float sum) {
-      const int query = query_of(row), head = head_of(row);
-      const RowEnd end(reference, sum, sinks == nullptr ? negative_infinity() : sinks[head * sinks_stride]);
-      out[sequence * out_batch + query * out_query + head * out_head + column * out_dim] =
-          from_float<Element>(value * end.factor);
-      if (column == 0 && lse != nullptr)
-        lse[(static_cast<i64>(sequence) * kv_heads * group + head) * queries + query] = end.lse;
-    };
+    const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.pass) : 0;
     const auto part_of = [&](int i) {
-      return partials + static_cast<i64>(schedule.place(unit_begin, i)) * State::kFloats;
+      return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
     };
-    float* part = whole ? nullptr : part_of(static_cast<int>(blockIdx.x) - schedule.first_block(unit_begin));
-    combine<State, FromShared, kWarps>(
-        kWarps, rows, weights, totals, [&](int i) { return states + i * State::kFloats; },
-        [&](int row, int column, float value, float reference, float sum) {
-          if (whole) {
-            finish_row(row, column, value, reference, sum);
-            return;
-          }
-          State::value(part, row, column) = value;
-          if (column == 0) State::set_numbers(part, row, reference, sum);
-        });
+    float* part = whole ? nullptr : part_of(group_of_blocks - schedule.first_group(unit_begin));
+    for (int row = warp; row < rows; row += kWarps) {
+      CombinedRow<State> total;
+      total.template add<FromShared, kWarps>(0, 1, kWarps, [&](int i) {
+        return states + i * State::kFloats + row * State::kPitch;
+      });
+      if (whole) {
+        result.write(sequence, kv_head, first_row + row, total);
+      } else {
+        total.store(part + row * State::kPitch);
+      }
+    }
 
     if constexpr (kSplit && kMergeHere) {
       if (!whole) {
-        const int parts = schedule.sharing_blocks(unit_begin, tiles);
+        const int parts = schedule.sharing_groups(unit_begin, tiles);
         __threadfence();
         __syncthreads();
         if (thread == 0) {
-          u32* counter = counters + static_cast<i64>(sequence) * units + walk.unit;
+          u32* counter = counters + static_cast<i64>(sequence) * units + unit;
           arrived_last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(parts - 1);
           if (arrived_last) *counter = 0;
           __threadfence();
         }
         __syncthreads();
         if (arrived_last) {
-          combine<State, FromOtherBlocks, kWarps>(parts, rows, states, totals, part_of, finish_row);
+          combine_parts<State, kWarps>(
+              parts, 0, 1, rows, states, [&](int i, int row) { return part_of(i) + row * State::kPitch; },
+              [&](int row, const CombinedRow<State>& total) {
+                result.write(sequence, kv_head, first_row + row, total);
+              });
         }
       }
     }
-    __syncthreads();  // before states and weights are written again
+    __syncthreads();  // before states are written again
     walk.advance(schedule, length);
   }
 }

@@ -2,8 +2,11 @@
 //
 // A state is, for each row: the reference m and the sum of weights relative to it, both of base 2 (sum = sum_j 2^(x_j
 // - m)), and the sum of weighted values relative to it. The whole has M = max m_i, sum = sum_i 2^(m_i - M) sum_i,
-// likewise values. A state that saw no key has m = -inf and weight 0. Parts are added in their order, so results
+// likewise values. A state that saw no key has m = -inf and weight 0. Parts are added in a fixed order, so results
 // repeat bit for bit.
+//
+// One warp adds parts of one row, a lane four neighbouring columns of it. Of several parts the numbers and the values
+// are loaded together, so that a batch of them costs one latency.
 #pragma once
 
 #include "common/online_softmax.cuh"
@@ -14,68 +17,140 @@
 namespace cki::attention {
 
 // A state in memory: rows of values, each followed by its reference and sum and two unused floats, which spread the
-// rows over the banks of shared memory.
+// rows over the banks of shared memory. 16-byte aligned.
 template <int kRowCount, int kColumnCount>
 struct StateLayout {
-  static constexpr int kRows = kRowCount;
   static constexpr int kColumns = kColumnCount;
   static constexpr int kPitch = kColumns + 4;
-  static constexpr int kFloats = kRows * kPitch;
+  static constexpr int kFloats = kRowCount * kPitch;
+  static constexpr int kVectors = (kColumns + 127) / 128;  // of four columns, a lane
+  static_assert(kColumns % 4 == 0, "whole vectors");
 
-  static __device__ __forceinline__ float& value(float* state, int row, int column) {
-    return state[row * kPitch + column];
-  }
-  static __device__ __forceinline__ void set_numbers(float* state, int row, float reference, float sum) {
-    state[row * kPitch + kColumns] = reference;
-    state[row * kPitch + kColumns + 1] = sum;
+  // The first column of a lane's vector; >= kColumns where there is none.
+  static __device__ __forceinline__ int column(int vector) {
+    return vector * 128 + static_cast<int>(threadIdx.x) % 32 * 4;
   }
 };
 
 // How parts are read: shared memory, or what other blocks wrote (from L2, where their writes are).
 struct FromShared {
-  static __device__ __forceinline__ float read(const float* p) { return *p; }
+  template <class T>
+  static __device__ __forceinline__ T read(const float* p) {
+    return *reinterpret_cast<const T*>(p);
+  }
 };
 struct FromOtherBlocks {
-  static __device__ __forceinline__ float read(const float* p) { return __ldcg(p); }
+  template <class T>
+  static __device__ __forceinline__ T read(const float* p) {
+    return __ldcg(reinterpret_cast<const T*>(p));
+  }
 };
 
-// All threads of the block call it; it begins with the parts visible to all (after a barrier) and ends without one.
-// part_of(i): where part i lies. weights: shared memory [kRows][parts]; totals [kRows][2].
-// consume(row, column, value, reference, sum) gets each element of the whole.
-template <class State, class From, int kWarps, class PartOf, class Consume>
-__device__ __forceinline__ void combine(int parts, int rows, float* weights, float (&totals)[State::kRows][2],
-                                        PartOf part_of, Consume consume) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % 32;
-  const auto number = [&](int part, int row, int i) {
-    return From::read(part_of(part) + row * State::kPitch + State::kColumns + i);
-  };
-  for (int row = thread / 32; row < rows; row += kWarps) {
-    float reference = negative_infinity();
-    for (int part = lane; part < parts; part += 32) reference = fmaxf(reference, number(part, row, 0));
-    reference = warp_max(reference);
-    const float subtract = reference == negative_infinity() ? 0.0f : reference;
-    float sum = 0.0f;
-    for (int part = lane; part < parts; part += 32) {
-      const float weight = ptx::ex2_approx(number(part, row, 0) - subtract);
-      weights[row * parts + part] = weight;
-      sum = fmaf(weight, number(part, row, 1), sum);
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) {
-      totals[row][0] = reference;
-      totals[row][1] = sum;
+// One row in one warp.
+template <class State>
+struct CombinedRow {
+  float4 values[State::kVectors];
+  float reference = negative_infinity();
+  float sum = 0.0f;
+
+  __device__ __forceinline__ CombinedRow() {
+#pragma unroll
+    for (int i = 0; i < State::kVectors; ++i) values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+
+  // Adds the parts first, first + step, ... below `parts`, kBatch at a time. row_of(i): where the row of part i lies.
+  template <class From, int kBatch, class RowOf>
+  __device__ __forceinline__ void add(int first, int step, int parts, RowOf row_of) {
+    static_assert(kBatch <= 32, "a lane holds the numbers of one part");
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+    for (int begin = first; begin < parts; begin += kBatch * step) {
+      const int own = begin + lane * step;
+      float2 numbers = make_float2(negative_infinity(), 0.0f);
+      if (lane < kBatch && own < parts) numbers = From::template read<float2>(row_of(own) + State::kColumns);
+      float4 loaded[kBatch][State::kVectors];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int part = begin + i * step;
+#pragma unroll
+        for (int j = 0; j < State::kVectors; ++j) {
+          loaded[i][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (part < parts && State::column(j) < State::kColumns)
+            loaded[i][j] = From::template read<float4>(row_of(part) + State::column(j));
+        }
+      }
+      const float largest = fmaxf(reference, warp_max(numbers.x));
+      const float subtract = largest == negative_infinity() ? 0.0f : largest;
+      const float correction = ptx::ex2_approx(reference - subtract);
+      const float weight = ptx::ex2_approx(numbers.x - subtract);
+      reference = largest;
+      sum = fmaf(sum, correction, warp_sum(weight * numbers.y));
+#pragma unroll
+      for (int j = 0; j < State::kVectors; ++j) scale(values[j], correction);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float of_part = __shfl_sync(kFullWarp, weight, i);
+#pragma unroll
+        for (int j = 0; j < State::kVectors; ++j) {
+          values[j].x = fmaf(of_part, loaded[i][j].x, values[j].x);
+          values[j].y = fmaf(of_part, loaded[i][j].y, values[j].y);
+          values[j].z = fmaf(of_part, loaded[i][j].z, values[j].z);
+          values[j].w = fmaf(of_part, loaded[i][j].w, values[j].w);
+        }
+      }
     }
   }
+
+  // Writes it as the row of a state.
+  __device__ __forceinline__ void store(float* row) const {
+#pragma unroll
+    for (int j = 0; j < State::kVectors; ++j) {
+      if (State::column(j) < State::kColumns) *reinterpret_cast<float4*>(row + State::column(j)) = values[j];
+    }
+    if (threadIdx.x % 32 == 0) *reinterpret_cast<float2*>(row + State::kColumns) = make_float2(reference, sum);
+  }
+
+ private:
+  static __device__ __forceinline__ void scale(float4& v, float factor) {
+    v.x *= factor;
+    v.y *= factor;
+    v.z *= factor;
+    v.w *= factor;
+  }
+};
+
+// The whole of the rows first_row, first_row + row_step, ... below `rows` from their `parts`, by all warps of a block.
+// Where there are fewer rows than warps, several warps share the parts of a row. row_of(part, row): where it lies.
+// finish(row, combined) is called by one warp a row. scratch: shared memory for a row of State a warp; it begins free
+// and ends without a barrier.
+template <class State, int kWarps, class RowOf, class Finish>
+__device__ __forceinline__ void combine_parts(int parts, int first_row, int row_step, int rows, float* scratch,
+                                              RowOf row_of, Finish finish) {
+  constexpr int kBatch = 16 / State::kVectors;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int count = (rows - first_row + row_step - 1) / row_step;
+  if (count <= 0) return;
+  const int at_once = min(count, kWarps);
+  const int shares = kWarps / at_once;  // 1 where there are more rows than that
+  const int share = warp / at_once;
+  for (int i = warp - share * at_once; i < count && share < shares; i += at_once) {
+    const int row = first_row + i * row_step;
+    CombinedRow<State> total;
+    total.template add<FromOtherBlocks, kBatch>(share, shares, parts, [&](int part) { return row_of(part, row); });
+    if (shares == 1) {
+      finish(row, total);
+    } else {
+      total.store(scratch + warp * State::kPitch);
+    }
+  }
+  if (shares == 1) return;
   __syncthreads();
-  for (int index = thread; index < rows * State::kColumns; index += kWarps * 32) {
-    const int row = index / State::kColumns, column = index % State::kColumns;
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int part = 0; part < parts; ++part)
-      sum = fmaf(weights[row * parts + part], From::read(part_of(part) + row * State::kPitch + column), sum);
-    consume(row, column, sum, totals[row][0], totals[row][1]);
-  }
+  if (warp >= at_once) return;
+  CombinedRow<State> total;
+  total.template add<FromShared, kWarps>(0, 1, shares, [&](int i) {
+    return scratch + (warp + i * at_once) * State::kPitch;
+  });
+  finish(first_row + warp * row_step, total);
 }
 
 // The last step of a row: a sink (one more logit without a value; -inf for none) joins, then factor turns the sum of

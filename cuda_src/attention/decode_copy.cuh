@@ -1,8 +1,11 @@
 // Where a tile of 16 keys lies in a cache, and its copy into a warp's ring.
 //
-// A tile's keys lie in as many blocks as the block size makes; each lane finds the place of one key, and when the tile
-// is copied the lanes ask each other. With kWholeTiles (a multiple of 16 keys a block, or no blocks at all) all keys
-// of a tile follow one another, and every lane knows the one place.
+// A warp's next 32 tiles are found together, one by each lane: its place in the line of work, then the table's entry.
+// So finding costs a thirty-second of a tile's time, and a table entry's latency is paid once for 32 tiles. When a tile
+// is copied, its lane tells the others.
+//
+// With kWholeTiles (a multiple of 16 keys a block, or no blocks at all) all keys of a tile follow one another. Else each
+// lane looks up the block of one key; that entry is asked for one tile ahead.
 //
 // What is not a key of the sequence is filled with zeros: 0 times NaN is NaN, so a weight of zero would not hide it.
 #pragma once
@@ -25,18 +28,25 @@ struct StageLayout {
   static constexpr int kBytes = kScale + (kTokenScales ? 2 * kTileKeys * 4 : 0);
 };
 
-// Of lane l % 16's key (kWholeTiles: of the tile's first): its block (dense: the sequence; ragged: the sequence's
-// first token) and its place there. block < 0: no such key.
+// Of a tile's first key (not kWholeTiles: of the lane's own key when copied). Before `copy` block may be anything.
 struct TilePlace {
-  i64 block;
-  int place;
+  int block;  // of the cache; dense: the sequence; ragged: the sequence's first token; negative: no such key
+  int place;  // in the block
+  int sequence;
   int kv_head;
-  int first_valid, end_valid;  // keys of the tile that exist and may be seen
+  int valid;  // the tile's keys that exist and may be seen: [valid % 32, valid / 32)
+
+  __device__ __forceinline__ int first_valid() const { return valid % 32; }
+  __device__ __forceinline__ int end_valid() const { return valid / 32; }
+  __device__ __forceinline__ bool all_valid() const { return valid == kTileKeys * 32; }
 };
 
-template <class Stage, class TableIndex, int kPaging, bool kWholeTiles, int kCopyBytes, int kHeadDim, int kValueDim>
+// kPrefetch: cp_async's hint, of 16-byte copies.
+template <class Stage, class TableIndex, int kPaging, bool kWholeTiles, int kCopyBytes, int kPrefetch, int kHeadDim,
+          int kValueDim>
 struct KeySource {
   using Element = typename Stage::Keys::Element;
+  static constexpr bool kLookUpKeys = kPaging == 0 && !kWholeTiles;
   const Element* k;
   const Element* v;
   const float* k_scale;
@@ -48,30 +58,41 @@ struct KeySource {
   int block_size;
   int kv_heads;
 
-  // Tile of keys [first, +16) of a sequence, of which those in [begin, end) count. offset(): a ragged sequence's first
-  // token.
-  template <class Offset>
+  // The tile of keys [first, +16) of a sequence, of which those in [begin, end) count. offset: a ragged sequence's first
+  // token. Every lane may ask for another tile.
   __device__ __forceinline__ TilePlace find(int sequence, int kv_head, int first, int begin, int end,
-                                            Offset offset) const {
-    TilePlace found;
-    found.kv_head = kv_head;
-    found.first_valid = max(begin - first, 0);
-    found.end_valid = min(end - first, kTileKeys);
-    found.block = -1;
-    found.place = first;
-    if (found.first_valid >= found.end_valid) return found;
+                                            int offset) const {
+    const int first_valid = max(begin - first, 0), end_valid = min(end - first, kTileKeys);
+    TilePlace found{-1, first, sequence, kv_head, first_valid < end_valid ? first_valid + end_valid * 32 : 0};
+    if (found.valid == 0) return found;
     if constexpr (kPaging == 1) found.block = sequence;
-    if constexpr (kPaging == 2) found.block = offset();
-    if constexpr (kPaging == 0) {
-      const int row = kWholeTiles ? 0 : static_cast<int>(threadIdx.x) % kTileKeys;
-      if (kWholeTiles || (row >= found.first_valid && row < found.end_valid)) {
-        const int column = (first + row) / block_size;
-        found.place = first + row - column * block_size;
-        const i64 block = static_cast<i64>(block_table[sequence * table_batch + column * table_column]);
-        if (block >= 0 && block < num_blocks) found.block = block;
-      }
+    if constexpr (kPaging == 2) found.block = offset;
+    if constexpr (kPaging == 0 && kWholeTiles) {
+      const int column = first / block_size;
+      found.place = first - column * block_size;
+      found.block = existing(entry(sequence, column));
     }
     return found;
+  }
+
+  // What lane `lane` found.
+  static __device__ __forceinline__ TilePlace of_lane(const TilePlace& found, int lane) {
+    const auto told = [&](int value) { return __shfl_sync(kFullWarp, value, lane); };
+    TilePlace at{told(found.block), told(found.place), 0, told(found.kv_head), told(found.valid)};
+    if constexpr (kLookUpKeys) at.sequence = told(found.sequence);
+    return at;
+  }
+
+  // kLookUpKeys: the table's entry for key lane % 16 of a tile; not looked at before it is needed.
+  __device__ __forceinline__ TableIndex look_up(const TilePlace& at) const {
+    const int row = static_cast<int>(threadIdx.x) % kTileKeys;
+    const bool valid = row >= at.first_valid() && row < at.end_valid();
+    return valid ? entry(at.sequence, (at.place + row) / block_size) : TableIndex{-1};
+  }
+  __device__ __forceinline__ TilePlace of_key(TilePlace at, TableIndex entry) const {
+    at.place = (at.place + static_cast<int>(threadIdx.x) % kTileKeys) % block_size;
+    at.block = existing(entry);
+    return at;
   }
 
   // Starts the copies of this lane, in its current group.
@@ -81,8 +102,8 @@ struct KeySource {
     if constexpr (Stage::kScales) {  // lanes 0-15 of keys, 16-31 of values
       const int lane = static_cast<int>(threadIdx.x) % 32;
       const int row = lane % kTileKeys;
-      const bool valid = at.block >= 0 && row >= at.first_valid && row < at.end_valid;
-      const i64 slot = at.block * block_size + at.place + (kWholeTiles ? row : 0);
+      const bool valid = at.block >= 0 && row >= at.first_valid() && row < at.end_valid();
+      const i64 slot = static_cast<i64>(at.block) * block_size + at.place + (kLookUpKeys ? 0 : row);
       const float* scales = lane < kTileKeys ? k_scale : v_scale;
       ptx::cp_async<4>(stage + Stage::kScale + lane * 4, valid ? scales + slot * kv_heads + at.kv_head : scales,
                        valid ? 4 : 0);
@@ -90,6 +111,13 @@ struct KeySource {
   }
 
  private:
+  __device__ __forceinline__ TableIndex entry(int sequence, int column) const {
+    return block_table[sequence * table_batch + column * table_column];
+  }
+  __device__ __forceinline__ int existing(TableIndex block) const {
+    return block >= 0 && block < num_blocks ? static_cast<int>(block) : -1;
+  }
+
   template <class T, int kDim>
   __device__ __forceinline__ void copy_rows(unsigned char* tile, const Element* head, i64 block_stride,
                                             i64 token_stride, const TilePlace& at) const {
@@ -97,20 +125,24 @@ struct KeySource {
     constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
     constexpr int kTrips = kTileKeys * kPieces / 32;
     static_assert(kTileKeys * kPieces % 32 == 0, "all lanes copy");
-    constexpr bool kRegular = kWholeTiles && 32 % kPieces == 0;  // every trip of a lane has the same piece of a row
+    constexpr bool kRegular = !kLookUpKeys && 32 % kPieces == 0;  // every trip of a lane has the same piece of a row
+    constexpr bool kFullRows = kDim == T::kRowBytes / static_cast<int>(sizeof(Element));
+    const auto start = [](unsigned char* target, const Element* source, int bytes = kCopyBytes) {
+      ptx::cp_async<kCopyBytes, kCopyBytes == 16 ? kPrefetch : 0>(target, source, bytes);
+    };
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const i64 outer_stride = kPaging == 2 ? token_stride : block_stride;
     const i64 own = at.block < 0 ? -1 : at.block * outer_stride + at.place * token_stride;
     if constexpr (kRegular) {
       const int first_row = lane / kPieces, piece = lane % kPieces;
       unsigned char* target = tile + first_row * T::kPitch + piece * kCopyBytes;
-      const bool inside = own >= 0 && piece * kPerPiece < kDim;
-      const Element* source = inside ? head + own + first_row * token_stride + piece * kPerPiece : head;
-      const i64 step = inside ? 32 / kPieces * token_stride : 0;
-      if (own >= 0 && at.first_valid == 0 && at.end_valid == kTileKeys) {  // nearly always, and for all lanes
+      const bool inside = kFullRows || piece * kPerPiece < kDim;
+      if (at.block >= 0 && at.all_valid()) {  // nearly always, and for all lanes
+        const Element* source = inside ? head + own + first_row * token_stride + piece * kPerPiece : head;
+        const i64 step = inside ? 32 / kPieces * token_stride : 0;
 #pragma unroll
         for (int trip = 0; trip < kTrips; ++trip) {
-          ptx::cp_async<kCopyBytes>(target + trip * (32 / kPieces * T::kPitch), source, inside ? kCopyBytes : 0);
+          start(target + trip * (32 / kPieces * T::kPitch), source, inside ? kCopyBytes : 0);
           source += step;
         }
         return;
@@ -118,20 +150,20 @@ struct KeySource {
 #pragma unroll 1
       for (int trip = 0; trip < kTrips; ++trip) {
         const int row = first_row + trip * (32 / kPieces);
-        const bool valid = inside && row >= at.first_valid && row < at.end_valid;
-        ptx::cp_async<kCopyBytes>(target + trip * (32 / kPieces * T::kPitch), valid ? source : head,
-                                  valid ? kCopyBytes : 0);
-        source += step;
+        const bool valid = inside && at.block >= 0 && row >= at.first_valid() && row < at.end_valid();
+        start(target + trip * (32 / kPieces * T::kPitch),
+              valid ? head + own + row * token_stride + piece * kPerPiece : head, valid ? kCopyBytes : 0);
       }
     } else {
 #pragma unroll(kTrips <= 16 ? kTrips : 8)
       for (int trip = 0; trip < kTrips; ++trip) {
         const int row = (lane + trip * 32) / kPieces, piece = (lane + trip * 32) % kPieces;
-        const i64 offset = kWholeTiles ? own + row * token_stride : __shfl_sync(kFullWarp, own, row);
-        const bool valid = (kWholeTiles ? own : offset) >= 0 && row >= at.first_valid && row < at.end_valid &&
-                           piece * kPerPiece < kDim;
-        ptx::cp_async<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes,
-                                  valid ? head + offset + piece * kPerPiece : head, valid ? kCopyBytes : 0);
+        const i64 row_start = kLookUpKeys ? __shfl_sync(kFullWarp, own, row) : own;
+        const i64 offset = row_start + (kLookUpKeys ? 0 : row * token_stride);
+        const bool valid = row_start >= 0 && row >= at.first_valid() && row < at.end_valid() &&
+                           (kFullRows || piece * kPerPiece < kDim);
+        start(tile + row * T::kPitch + piece * kCopyBytes, valid ? head + offset + piece * kPerPiece : head,
+              valid ? kCopyBytes : 0);
       }
     }
   }

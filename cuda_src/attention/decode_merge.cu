@@ -1,53 +1,62 @@
 // The second launch of decode.cu where its blocks do not merge themselves: units that several blocks shared.
 //
-// One block a unit finds out from the lengths, exactly as the first launch did, which blocks shared it and where their
-// parts lie (decode_schedule.cuh), combines them in order and writes the result. A unit that one block had is written
-// already.
+// Units are shared where the line of work was cut. Block (c - 1) * together + j looks at cut c of the units j of all
+// sequences: it finds out from the lengths, exactly as the first launch did, which unit the cut went through, which
+// blocks shared that and where their parts lie (decode_schedule.cuh). The blocks of a unit's cuts share its rows. Parts
+// are combined in order and the result is written; what one block had is written already.
+//
+// kProgrammatic (sm_90): the launch begins while the first one runs, and waits for its end when all is prepared.
+// Lengths are read before that, as the first launch began when they were there.
+//
 // Bytes moved: the parts, fp32, once: at most two parts of kRows rows a block of the first launch; they come from L2.
 #include "attention/decode_combine.cuh"
+#include "attention/decode_result.cuh"
 #include "attention/decode_schedule.cuh"
-#include "common/convert_element.cuh"
+#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 using namespace cki::attention;
 
 constexpr int kThreads = 32 * kWarps;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
-using State = StateLayout<kRows, kValueDim>;
+using State = StateLayout<kRows, kPaddedValueDim>;
+using Result = DecodeResult<Element, kValueDim, kDenseOut>;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    merge_partials(float* partials, Element* out, float* lse, const LengthIndex* __restrict__ lengths,
+    merge_partials(const float* partials, Element* out, float* lse, const LengthIndex* __restrict__ lengths,
                    const float* __restrict__ sinks, i64 out_batch, i64 out_query, i64 out_head, i64 out_dim,
-                   i64 lengths_stride, i64 sinks_stride, int blocks, int capacity, int batch, int queries, int kv_heads,
-                   int group, int left, int least_positions) {
+                   i64 lengths_stride, i64 sinks_stride, int groups, int capacity, int batch, int queries, int kv_heads,
+                   int group, int left, int together, int least_positions) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  __shared__ float totals[kRows][2];
-  float* weights = reinterpret_cast<float*>(smem);  // [kRows][parts]
-  int* tables = reinterpret_cast<int*>(weights + kRows * blocks);
+  __shared__ __align__(16) float scratch[kWarps * State::kPitch];
+  int* tables = reinterpret_cast<int*>(smem);
 
   const int total_rows = queries * group;
   const int row_blocks = (total_rows + kRows - 1) / kRows;
-  const int units = kv_heads * row_blocks;
-  const int sequence = static_cast<int>(blockIdx.x) / units;
-  const int unit = static_cast<int>(blockIdx.x) - sequence * units;
-  Schedule schedule{tables, tables + batch, 0, batch, units, 0};
+  const int cut = static_cast<int>(blockIdx.x) / together + 1;
+  const int beside = static_cast<int>(blockIdx.x) % together;
+  Schedule schedule{tables, tables + batch, 0, batch, kv_heads * row_blocks / together, 0};
   schedule.measure<kThreads>(Lengths{lengths, lengths_stride, capacity, queries, left});
-  schedule.cut(blocks, least_positions);
+  schedule.cut(groups, least_positions);
+  if constexpr (kProgrammatic) ptx::griddepcontrol_wait();
 
-  const int unit_begin = schedule.unit_begin(sequence, unit);
-  const int parts = schedule.sharing_blocks(unit_begin, schedule.tiles(sequence));
-  if (parts == 1) return;
+  const i64 position = static_cast<i64>(cut) * schedule.chunk;
+  if (position >= schedule.positions()) return;
+  const Cursor at = Cursor::at(schedule, static_cast<int>(position), 1);
+  if (at.tile == 0) return;  // between two units
+  const int unit_begin = schedule.unit_begin(at.sequence, at.pass);
+  const int parts = schedule.sharing_groups(unit_begin, schedule.tiles(at.sequence));
+  const int rank = cut - schedule.first_group(unit_begin) - 1;  // among the unit's parts - 1 cuts
+  const int unit = at.pass * together + beside;
   const int kv_head = unit / row_blocks;
   const int first_row = (unit - kv_head * row_blocks) * kRows;
-  combine<State, FromOtherBlocks, kWarps>(
-      parts, min(kRows, total_rows - first_row), weights, totals,
-      [&](int i) { return partials + static_cast<i64>(schedule.place(unit_begin, i)) * State::kFloats; },
-      [&](int row, int column, float value, float reference, float sum) {
-        const int query = (first_row + row) / group, head = kv_head * group + (first_row + row) % group;
-        const RowEnd end(reference, sum, sinks == nullptr ? negative_infinity() : sinks[head * sinks_stride]);
-        out[sequence * out_batch + query * out_query + head * out_head + column * out_dim] =
-            from_float<Element>(value * end.factor);
-        if (column == 0 && lse != nullptr)
-          lse[(static_cast<i64>(sequence) * kv_heads * group + head) * queries + query] = end.lse;
-      });
+  const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
+                      kv_heads * group, group};
+  combine_parts<State, kWarps>(
+      parts, rank, parts - 1, min(kRows, total_rows - first_row), scratch,
+      [&](int i, int row) {
+        return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats +
+               row * State::kPitch;
+      },
+      [&](int row, const CombinedRow<State>& total) { result.write(at.sequence, kv_head, first_row + row, total); });
 }

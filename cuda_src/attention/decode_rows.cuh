@@ -120,19 +120,18 @@ struct DecodeRows {
   __device__ __forceinline__ void store(float* state, int rows, float exponent_scale, float value_factor) {
     if constexpr (Stage::kScales) value_factor *= value_reference;
     for_each_row([&](int n, int e) {
-      const int row = row_of(n, e);
       float total = sum[n][e];
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) total += __shfl_xor_sync(kFullWarp, total, distance);
-      if (row >= rows) return;
-      if (lane() / 4 == 0) State::set_numbers(state, row, reference[n][e] * exponent_scale, total);
+      if (row_of(n, e) >= rows) return;
+      float* row = state + row_of(n, e) * State::kPitch;
+      if (lane() / 4 == 0)
+        *reinterpret_cast<float2*>(row + State::kColumns) = make_float2(reference[n][e] * exponent_scale, total);
 #pragma unroll
       for (int m = 0; m < kColumnTiles; ++m) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int column = value_column<CacheElement>(m, half);
-          if (column < State::kColumns) State::value(state, row, column) = output[n][m][half * 2 + e] * value_factor;
-        }
+        for (int half = 0; half < 2; ++half)
+          row[value_column<CacheElement>(m, half)] = output[n][m][half * 2 + e] * value_factor;
       }
     });
   }

@@ -1,11 +1,15 @@
-// Who computes what in decoding: the tiles of all sequences and heads as one line, cut evenly among the blocks.
+// Who computes what in decoding: the tiles of all sequences as one line, cut evenly among the blocks.
 //
 // A unit is one KV head of one sequence (and one block of query rows, where rows are many). Its work is the tiles of
-// 16 keys that its queries see, at least one so that empty sequences are written too. Units follow one another,
-// sequence after sequence; block i takes the positions [i * chunk, (i + 1) * chunk) of that line (stream-K: Osama et
-// al., arXiv 2301.03598). So the work of all blocks is equal to one tile whatever the lengths are, only the first and
-// the last unit of a block can be shared with other blocks, and everything follows from lengths in device memory: a
+// 16 keys that its queries see, at least one so that empty sequences are written too. Tiles follow one another, sequence
+// after sequence; group i of blocks takes the positions [i * chunk, (i + 1) * chunk) of that line (stream-K: Osama et
+// al., arXiv 2301.03598). So the work of all groups is equal to one tile whatever the lengths are, only the first and
+// the last sequence of a group can be shared with other groups, and everything follows from lengths in device memory: a
 // captured graph adapts.
+//
+// The blocks of a group are the units of a sequence (`together` of them: all, or a part, and then the line passes each
+// sequence several times). They read the same tiles for different heads at about the same time: a token's heads lie
+// side by side, and memory gives whole rows of it faster than pieces at different times.
 //
 // Unsplit (kSplit false: more units than any split could use), a block takes one unit.
 #pragma once
@@ -50,15 +54,15 @@ struct KeyLengths {
   }
 };
 
-// The line. `keys` and `before` (tiles of the sequences before, of one unit each) are shared memory; sequence `base`
-// comes first in them.
+// The line. `keys` and `before` (tiles of the sequences before, once) are shared memory; sequence `base` comes first in
+// them.
 struct Schedule {
   int* keys;
   int* before;
   int base;
   int sequences;
-  int units;  // of a sequence
-  int chunk;  // positions of a block
+  int passes;  // of the line over each sequence
+  int chunk;   // positions of a group
 
   __device__ __forceinline__ int tiles(int sequence) const { return before[sequence + 1] - before[sequence]; }
 
@@ -66,42 +70,34 @@ struct Schedule {
   template <int kThreads, class Lengths>
   __device__ __forceinline__ void measure(const Lengths& lengths) {
     const int thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < sequences; i += kThreads) {  // all loads at once, then the sums
-      keys[i] = lengths.keys(base + i);
-      before[i + 1] = lengths.tiles(keys[i]);
-    }
-    if (thread == 0) before[0] = 0;
-    __syncthreads();
-    if (thread < 32) {
-      int sum = 0;
-      for (int first = 0; first < sequences; first += 32) {
-        const int i = first + thread;
-        int running = i < sequences ? before[i + 1] : 0;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-          const int lower = __shfl_up_sync(kFullWarp, running, distance);
-          if (thread >= distance) running += lower;
+    if (sequences <= 32) {
+      if (thread < 32) add_up(lengths, thread, thread < sequences ? lengths.keys(base + thread) : 0, 0);
+    } else {
+      for (int i = thread; i < sequences; i += kThreads) keys[i] = lengths.keys(base + i);  // all loads at once
+      __syncthreads();
+      if (thread < 32) {
+        int sum = 0;
+        for (int first = 0; first < sequences; first += 32) {
+          const int i = first + thread;
+          sum = add_up(lengths, i, i < sequences ? keys[i] : 0, sum);
         }
-        running += sum;
-        if (i < sequences) before[i + 1] = running;
-        sum = __shfl_sync(kFullWarp, running, 31);
       }
     }
     __syncthreads();
   }
 
-  // Cuts the line for `blocks` blocks; no block gets less than `least` positions.
-  __device__ __forceinline__ void cut(int blocks, int least) {
-    chunk = max((positions() + blocks - 1) / blocks, least);
+  // Cuts the line for `groups` groups of blocks; none gets less than `least` positions.
+  __device__ __forceinline__ void cut(int groups, int least) {
+    chunk = max((positions() + groups - 1) / groups, least);
   }
 
-  __device__ __forceinline__ int positions() const { return before[sequences] * units; }
+  __device__ __forceinline__ int positions() const { return before[sequences] * passes; }
 
   __device__ __forceinline__ int sequence_at(int position) const {
     int low = 0, high = sequences;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (before[middle] * units <= position) {
+      if (before[middle] * passes <= position) {
         low = middle;
       } else {
         high = middle;
@@ -110,36 +106,67 @@ struct Schedule {
     return low;
   }
 
-  __device__ __forceinline__ int unit_begin(int sequence, int unit) const {
-    return before[sequence] * units + unit * tiles(sequence);
+  __device__ __forceinline__ int unit_begin(int sequence, int pass) const {
+    return before[sequence] * passes + pass * tiles(sequence);
   }
 
-  // The blocks that share a unit, and where block first_block + i of them keeps its part: a block has two places, one
-  // for the unit it begins with and one for the unit it ends with.
-  __device__ __forceinline__ int first_block(int unit_begin) const { return unit_begin / chunk; }
-  __device__ __forceinline__ int sharing_blocks(int unit_begin, int tiles) const {
-    return (unit_begin + tiles - 1) / chunk - first_block(unit_begin) + 1;
+  // The groups that share a unit, and which place for parts group first_group + i of them uses: a group has two, one for
+  // the sequence it begins with and one for that it ends with.
+  __device__ __forceinline__ int first_group(int unit_begin) const { return unit_begin / chunk; }
+  __device__ __forceinline__ int sharing_groups(int unit_begin, int tiles) const {
+    return (unit_begin + tiles - 1) / chunk - first_group(unit_begin) + 1;
   }
   __device__ __forceinline__ int place(int unit_begin, int i) const {
-    const int block = first_block(unit_begin) + i;
-    return block * 2 + (i == 0 && block * chunk < unit_begin ? 1 : 0);
+    const int group = first_group(unit_begin) + i;
+    return group * 2 + (i == 0 && group * chunk < unit_begin ? 1 : 0);
+  }
+
+ private:
+  // Enters lane's sequence i of `count` keys, behind `sum` tiles, into the tables; returns the tiles behind all 32.
+  template <class Lengths>
+  __device__ __forceinline__ int add_up(const Lengths& lengths, int i, int count, int sum) {
+    int running = i < sequences ? lengths.tiles(count) : 0;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int lower = __shfl_up_sync(kFullWarp, running, distance);
+      if (static_cast<int>(threadIdx.x) >= distance) running += lower;
+    }
+    running += sum;
+    if (i < sequences) {
+      keys[i] = count;
+      before[i + 1] = running;
+    }
+    if (i == 0) before[0] = 0;
+    return __shfl_sync(kFullWarp, running, 31);
   }
 };
 
 // A place on the line that moves on; `remaining` positions are left from it to the end of the walk.
 struct Cursor {
   int sequence;  // relative to the schedule's base
-  int unit;
+  int pass;
   int tile;  // of the unit
   int remaining;
+
+  // At a position of the line, with at most `most` positions to walk.
+  static __device__ __forceinline__ Cursor at(const Schedule& schedule, int position, int most) {
+    Cursor found;
+    found.sequence = schedule.sequence_at(position);
+    const int tiles = schedule.tiles(found.sequence);
+    const int within = position - schedule.before[found.sequence] * schedule.passes;
+    found.pass = within / tiles;
+    found.tile = within - found.pass * tiles;
+    found.remaining = min(most, schedule.positions() - position);
+    return found;
+  }
 
   __device__ __forceinline__ void advance(const Schedule& schedule, int positions) {
     remaining -= positions;
     tile += positions;
     while (remaining > 0 && tile >= schedule.tiles(sequence)) {
       tile -= schedule.tiles(sequence);
-      if (++unit == schedule.units) {
-        unit = 0;
+      if (++pass == schedule.passes) {
+        pass = 0;
         ++sequence;
       }
     }

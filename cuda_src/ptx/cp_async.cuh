@@ -12,11 +12,22 @@ namespace cki::ptx {
 
 // Copies `source_bytes` (0..Bytes) and fills the rest of the Bytes (4, 8 or 16) with zeros; both addresses are
 // aligned to Bytes. With source_bytes 0 nothing is read, but `global` must still be a valid pointer. 16 bytes bypass
-// L1 (.cg).
-template <int Bytes>
+// L1 (.cg). Prefetch: L2 may fetch the whole aligned 128 or 256 bytes around them; 0 says nothing.
+template <int Bytes, int Prefetch = 0>
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int source_bytes = Bytes) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp.async copies 4, 8 or 16 bytes");
-  if constexpr (Bytes == 16) {
+  static_assert(Prefetch == 0 || (Bytes == 16 && (Prefetch == 128 || Prefetch == 256)), "no such hint here");
+  if constexpr (Prefetch == 256) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(shared)), "l"(global), "r"(source_bytes)
+                 : "memory");
+  } else if constexpr (Prefetch == 128) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(shared)), "l"(global), "r"(source_bytes)
+                 : "memory");
+  } else if constexpr (Bytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
                  : "r"(shared_address(shared)), "l"(global), "r"(source_bytes)

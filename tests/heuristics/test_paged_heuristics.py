@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from cki.device import sim_device
-from cki.heuristics.paged import DecodeShape, append_blocks_per_token, choose_decode
+from cki.heuristics.paged import DecodeShape, append_blocks_per_token, choose_decode, choose_groups
 from cki.kernel import ARCHITECTURES
 
 
@@ -17,7 +17,7 @@ def test_every_shape_fits_in_shared_memory(arch):
     for itemsize, dim, rows, batch in itertools.product(
         (1, 2, 4), (8, 64, 128, 256), (1, 4, 16, 256), (1, 64, 5000)
     ):
-        shape = DecodeShape(batch, rows, dim, dim, itemsize, itemsize == 1, positions=10**6)
+        shape = DecodeShape(batch, rows, 8, dim, dim, itemsize, itemsize == 1, positions=10**6)
         chosen = choose_decode(shape, device)
         assert chosen.shared_memory(shape) <= device.shared_memory_per_block
         assert (
@@ -29,19 +29,29 @@ def test_every_shape_fits_in_shared_memory(arch):
 
 def test_two_blocks_an_sm_with_three_stages_for_the_usual_decoder():
     for batch in (1, 128):
-        chosen = choose_decode(DecodeShape(batch, 4, 128, 128, 2, False, 10**6), sim_device("sm_90a"))
-        assert (chosen.warps, chosen.stages, chosen.min_blocks, chosen.blocks) == (4, 3, 2, 264)
+        chosen = choose_decode(DecodeShape(batch, 4, 8, 128, 128, 2, False, 10**6), sim_device("sm_90a"))
+        assert (chosen.warps, chosen.stages, chosen.min_blocks, chosen.groups, chosen.together) == (4, 3, 2, 33, 8)
 
 
 def test_no_more_blocks_than_there_can_be_work():
-    chosen = choose_decode(DecodeShape(1, 4, 128, 128, 2, False, positions=20), sim_device("sm_90a"))
-    assert chosen.blocks == 5
+    chosen = choose_decode(DecodeShape(1, 4, 8, 128, 128, 2, False, positions=20), sim_device("sm_90a"))
+    assert (chosen.groups, chosen.together) == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [(8, (33, 8)), (1, (264, 1)), (7, (37, 7)), (32, (8, 32)), (400, (13, 20)), (499, (264, 1))],
+)
+def test_groups_use_the_device(units, expected):
+    groups, together = choose_groups(units, 4, 10**6, 264)
+    assert units % together == 0 and 0.75 * 264 <= groups * together <= 264
+    assert (groups, together) == expected
 
 
 def test_a_unit_alone_does_not_depend_on_the_batch():
     device = sim_device("sm_90a")
     found = {
-        choose_decode(DecodeShape(batch, 4, 128, 128, 2, False, 512 * batch, alone=True), device)
+        choose_decode(DecodeShape(batch, 4, 8, 128, 128, 2, False, 512 * batch, alone=True), device)
         for batch in (1, 7, 1000, 5000)
     }
     assert len(found) == 1 and not found.pop().split

@@ -13,9 +13,10 @@ void cki_sim_cp_async_mbarrier_arrive_noinc(void* barrier);
 
 namespace cki::ptx {
 
-template <int Bytes>
+template <int Bytes, int Prefetch = 0>
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int source_bytes = Bytes) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp.async copies 4, 8 or 16 bytes");
+  static_assert(Prefetch == 0 || (Bytes == 16 && (Prefetch == 128 || Prefetch == 256)), "no such hint here");
   cki_sim_cp_async(shared, global, Bytes, source_bytes);
 }
 
