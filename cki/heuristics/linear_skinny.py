@@ -42,7 +42,7 @@ _PRODUCT_RATE = 2.5e6
 # that has its SM for itself, and of one among several.
 _EDGE_US = 2.2
 _EXCHANGE_US = 0.1
-_ALONE_US, _SHARE_US = 0.20, 0.12
+_ALONE_US, _SHARE_US = 0.25, 0.12
 
 
 @dataclass(frozen=True)

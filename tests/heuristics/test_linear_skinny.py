@@ -73,10 +73,10 @@ def test_a_large_weight_and_few_rows(rows, columns, depth, layout):
 @pytest.mark.parametrize("rows", [1, 8, 16])
 @pytest.mark.parametrize(("columns", "depth"), LLAMA)
 def test_predictions_reach_the_copy_rate(rows, columns, depth):
-    """Weight bytes a second over the copy rate, 4.26 TB/s: 0.83 from 50 MB on; 34 MB do not outlast a launch."""
+    """Weight bytes a second over the copy rate, 4.26 TB/s: 0.84 from 50 MB on; 34 MB do not outlast a launch."""
     tile = choose_skinny_tile(rows, columns, depth, 2, H200, along_n=True)
     rate = columns * depth * 2 / predicted_time(tile, rows, columns, depth, 2, H200) / 4.26e6
-    assert rate > (0.83 if columns * depth > 2**24 else 0.77)
+    assert rate > (0.84 if columns * depth > 2**24 else 0.76)
 
 
 def test_what_it_does_not_take_unasked():
