@@ -136,7 +136,9 @@ def launches(model: Model, batch: int, seq: int, dtype: str, pre_ln: bool) -> in
     h, element = model.hidden, from_name(dtype)
     shapes = {"x": (batch, seq, h), "w1": (h, model.inner), "w2": (model.inner, h), "b1": (model.inner,)}
     shapes |= dict.fromkeys(("wq", "wk", "wv", "wo"), (h, h))
-    shapes |= {item.name: (h,) for item in ENCODER_LAYER.inputs if item.name not in {*shapes, "mask"}}
+    shapes |= {
+        item.name: (h,) for item in ENCODER_LAYER.inputs if item.name not in {*shapes, "mask", "cu_seqlens"}
+    }
     attributes = {attribute.name: attribute.default for attribute in ENCODER_LAYER.attributes}
     attributes |= {
         "num_heads": model.heads,

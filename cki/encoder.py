@@ -22,6 +22,7 @@ from cki.encoder_weights import EncoderWeights, read_weights
 from cki.errors import InvalidArgumentError
 from cki.operand import dense
 from cki.ops.embedding import validate_ids
+from cki.ops.encoder_blocks import tile_length
 from cki.ops.encoder_model import encoder_spec, model_memory, weight_names
 from cki.ops.linear import WeightLayout
 from cki.ops.spec import Problem
@@ -96,7 +97,8 @@ class Encoder:
 
     def __call__(
         self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None, position_ids: Any = None, *,
-        lengths: Any = None, workspace: Any = None, out: Any = None, stream: Any = None,
+        lengths: Any = None, cu_seqlens: Any = None, max_seqlen: int | None = None, workspace: Any = None,
+        out: Any = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """The last hidden state.
 
@@ -105,6 +107,9 @@ class Encoder:
             first tokens are kept.  Neither keeps all.  Hidden tokens do not influence others; their own rows of the
             result mean nothing.
         token_type_ids: [batch, seq]; None is type 0.  position_ids: [batch, seq] or [seq]; None counts.
+        cu_seqlens: int32 or int64 [batch + 1], for sequences one behind the other without padding: input_ids and the
+            like are [tokens], sequence b from cu_seqlens[b] up to cu_seqlens[b + 1], and the result is
+            [tokens, hidden].  It is read on the device.  max_seqlen: the longest, if known: a hint for speed.
         workspace: uint8, `workspace_nbytes` of them, for temporary tensors; None allocates with the caller's framework.
         out: where to write the result.
 
@@ -112,13 +117,13 @@ class Encoder:
         as zeros; with CKI_VALIDATE=1 it raises.  Raises InvalidArgumentError, InvalidTypeError or DeviceError before
         any launch, with every rule that is broken.
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, lengths, workspace)
-        return self._run(inputs, None, False, out, stream)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, lengths, cu_seqlens, workspace)
+        return self._run(inputs, self._attributes(None, False, max_seqlen), out, stream)
 
     def embed(
         self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None, position_ids: Any = None, *,
-        lengths: Any = None, pooling: Pooling = "mean", normalize: bool = True, workspace: Any = None, out: Any = None,
-        stream: Any = None,
+        lengths: Any = None, cu_seqlens: Any = None, max_seqlen: int | None = None, pooling: Pooling = "mean",
+        normalize: bool = True, workspace: Any = None, out: Any = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """One vector a sequence.
 
@@ -131,25 +136,27 @@ class Encoder:
             raise InvalidArgumentError(
                 "encoder: pooling is None", hint='"mean" or "first"; a call pools nothing'
             )
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, lengths, workspace)
-        return self._run(inputs, pooling, normalize, out, stream)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, lengths, cu_seqlens, workspace)
+        return self._run(inputs, self._attributes(pooling, normalize, max_seqlen), out, stream)
 
     def build(
         self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None, position_ids: Any = None, *,
-        lengths: Any = None, pooling: Pooling | None = None, normalize: bool = True,
+        lengths: Any = None, cu_seqlens: Any = None, max_seqlen: int | None = None, pooling: Pooling | None = None,
+        normalize: bool = True,
     ) -> int:  # fmt: skip
         """Check, plan and compile what a call with tensors like these launches, and run nothing.
 
         pooling: that of `embed`, or None for a call.  Returns the number of launches.
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, lengths, None)
-        entry = self._forward.find(inputs, self._attributes(pooling, normalize), None, None)[0]
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, lengths, cu_seqlens, None)
+        entry = self._forward.find(inputs, self._attributes(pooling, normalize, max_seqlen), None, None)[0]
         return 0 if entry.executable is None else len(entry.executable.plan.steps)
 
     def workspace_nbytes(self, batch: int, seq: int, *, pooling: Pooling | None = None) -> int:
         """Bytes of temporary memory that a call, or `embed` with that pooling, needs for batch x seq tokens.
 
-        It does not grow with the number of layers, and grows linearly with the number of tokens.
+        Packed sequences need that of one sequence of all their tokens.  It does not grow with the number of layers, and
+        grows linearly with the number of tokens.
         """
         names = weight_names(self.config.layers)
         operands = {name: _operand(name, self._views.get(name)) for name in names}
@@ -204,21 +211,21 @@ class Encoder:
         order = "pre-LN" if c.pre_ln else "post-LN"
         return f"Encoder({c.layers} layers, hidden {c.hidden}, {c.num_heads} heads, {order}, {self.dtype})"
 
-    def _attributes(self, pooling: str | None, normalize: bool) -> tuple[Any, ...]:
+    def _attributes(
+        self, pooling: str | None, normalize: bool, max_seqlen: int | None = None
+    ) -> tuple[Any, ...]:
         c = self.config
         return (
             c.num_heads, c.head_dim, c.pre_ln, c.activation, c.epsilon, c.weight_layout, c.padding_id, pooling,
-            normalize,
+            normalize, tile_length(max_seqlen),
         )  # fmt: skip
 
-    def _run(
-        self, inputs: tuple[Any, ...], pooling: str | None, normalize: bool, out: Any, stream: Any
-    ) -> Any:
+    def _run(self, inputs: tuple[Any, ...], attributes: tuple[Any, ...], out: Any, stream: Any) -> Any:
         if settings.flag("CKI_VALIDATE"):
-            ids, _, types, positions, _, _ = inputs
+            ids, _, types, positions = inputs[:4]
             v = self._views
             validate_ids(ids, v["words"], v["positions"], types, v.get("types"), positions)
-        return self._forward.run(inputs, self._attributes(pooling, normalize), out, stream)
+        return self._forward.run(inputs, attributes, out, stream)
 
 
 def _operand(name: str, view: TensorView | None) -> Any:

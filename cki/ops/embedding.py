@@ -249,12 +249,21 @@ def _infer_pool(problem: Problem) -> Mapping[str, OutputSpec]:
 
 
 def plan_mean_pool(
-    x: Operand, mask: Operand, out: Operand, device: DeviceInfo, *, normalize: bool = True
-) -> tuple[Step, ...]:
-    """Steps of one pooling over operands (see `mean_pool`).  UnsupportedError for rows beyond shared memory."""
-    batch, length, width = x.shape
+    x: Operand, mask: Operand, out: Operand, device: DeviceInfo, *, normalize: bool = True, packed: bool = False,
+    first_only: bool = False,
+) -> tuple[Step, ...]:  # fmt: skip
+    """Steps of one pooling over operands (see `mean_pool`).  UnsupportedError for rows beyond shared memory.
+
+    packed: x is [1, tokens, width], sequences one behind the other, and mask their offsets [batch + 1].  first_only:
+    of each the first token alone.
+    """
+    _, length, width = x.shape
+    batch = mask.shape[0] - 1 if packed else x.shape[0]
     size = vector_size([x], width)
-    kernel = pool_kernel(x.dtype, width, size, mask.dtype, lengths=mask.ndim == 1, normalize=normalize)
+    kernel = pool_kernel(
+        x.dtype, width, size, mask.dtype, lengths=mask.ndim == 1, normalize=normalize, packed=packed,
+        first_only=first_only,
+    )  # fmt: skip
     slices, slice_threads = _slices(width, size)
     threads = slices * slice_threads
     smem = 4 * (width + threads * size)
@@ -289,14 +298,15 @@ def _slices(width: int, size: int) -> tuple[int, int]:
 
 
 def pool_kernel(
-    dtype: DType, width: int, size: int, mask: DType, *, lengths: bool, normalize: bool
-) -> KernelSpec:
+    dtype: DType, width: int, size: int, mask: DType, *, lengths: bool, normalize: bool, packed: bool = False,
+    first_only: bool = False,
+) -> KernelSpec:  # fmt: skip
     """The kernel for rows of `width`, read in vectors of `size`."""
     slices, slice_threads = _slices(width, size)
     return kernel_spec(
-        "embedding/mean_pool.cu", "mean_pool", "PPPiiqqqqqqq", max_registers=64, Element=dtype, Mask=mask,
-        kMaskIsLengths=lengths, kNormalize=normalize, kThreads=slices * slice_threads, kSlices=slices, kVectorSize=size,
-        kMinBlocks=2,
+        "embedding/mean_pool.cu", "mean_pool", "PPPiiqqqqqqq", max_registers=128 if packed else 64, Element=dtype,
+        Mask=mask, kMaskIsLengths=lengths, kNormalize=normalize, kPacked=packed, kFirstOnly=first_only,
+        kThreads=slices * slice_threads, kSlices=slices, kVectorSize=size, kMinBlocks=1 if packed else 2,
     )  # fmt: skip
 
 
@@ -342,4 +352,5 @@ def representative_specs(arch: str) -> list[KernelSpec]:
             )
             specs.append(pool_kernel(dtype, 384, vector, dtypes.bool_, lengths=False, normalize=True))
             specs.append(pool_kernel(dtype, 1024, vector, dtypes.i64, lengths=True, normalize=False))
+        specs.append(pool_kernel(dtype, 384, size, dtypes.i32, lengths=True, normalize=True, packed=True))
     return specs

@@ -26,8 +26,10 @@ from cki.ops.encoder_blocks import (
     FeedForward,
     attention_scratch,
     feed_forward_scratch,
+    packed_sequences,
     plan_attention_block,
     plan_feed_forward,
+    tile_length,
 )
 from cki.ops.linear import Activation, WeightLayout, check_linear, check_vector
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
@@ -38,7 +40,8 @@ def fused_attention(
     x: Any, wq: Any, wk: Any, wv: Any, wo: Any, gamma: Any = None, beta: Any = None, bq: Any = None, bk: Any = None,
     bv: Any = None, bo: Any = None, mask: Any = None, *, num_heads: int, head_dim: int, num_kv_heads: int | None = None,
     causal: bool = False, pre_ln: bool = True, residual: bool = True, epsilon: float = 1e-5, scale: float | None = None,
-    weight_layout: WeightLayout = "in_out", out: Any = None, stream: Any = None,
+    weight_layout: WeightLayout = "in_out", cu_seqlens: Any = None, max_seqlen: int | None = None, out: Any = None,
+    stream: Any = None,
 ) -> Any:  # fmt: skip
     """The self-attention block of a transformer: layer norm, projections, softmax(Q K^T scale) V, output projection.
 
@@ -61,14 +64,21 @@ def fused_attention(
         keys, or of four axes, broadcastable to [batch, num_heads, seq, seq].  Extents may be 1.
     num_heads, head_dim: of the queries.  num_kv_heads: divides num_heads; default num_heads.
     causal: query i sees keys up to i.  scale: default 1/sqrt(head_dim).  epsilon: added to the norm's variance.
+    cu_seqlens: i32 or i64 [batch + 1], for sequences packed one behind the other without padding: x is
+        [tokens, hidden], sequence b its rows from cu_seqlens[b] up to cu_seqlens[b + 1]; no mask.  Read on the device,
+        so a captured graph serves other lengths.  max_seqlen: the longest, if known: a hint for speed.
     out: where to write y; apart from the inputs.
 
-    Returns y [batch, seq, hidden] of x's type.  A query that sees no key attends to nothing: A is bo.
+    Returns y of x's shape and type.  A query that sees no key attends to nothing: A is bo.
     Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
     """
     return call(
-        FUSED_ATTENTION, (x, wq, wk, wv, wo, gamma, beta, bq, bk, bv, bo, mask),
-        (num_heads, head_dim, num_kv_heads, causal, pre_ln, residual, epsilon, scale, weight_layout), (out,), stream,
+        FUSED_ATTENTION, (x, wq, wk, wv, wo, gamma, beta, bq, bk, bv, bo, mask, cu_seqlens),
+        (
+            num_heads, head_dim, num_kv_heads, causal, pre_ln, residual, epsilon, scale, weight_layout,
+            tile_length(max_seqlen),
+        ),
+        (out,), stream,
     )  # fmt: skip
 
 
@@ -77,15 +87,15 @@ def encoder_layer(
     attention_beta: Any = None, output_gamma: Any = None, output_beta: Any = None, bq: Any = None, bk: Any = None,
     bv: Any = None, bo: Any = None, b1: Any = None, b2: Any = None, mask: Any = None, num_heads: int, head_dim: int,
     num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True, activation: Activation | None = "gelu",
-    epsilon: float = 1e-5, scale: float | None = None, weight_layout: WeightLayout = "in_out", out: Any = None,
-    stream: Any = None,
+    epsilon: float = 1e-5, scale: float | None = None, weight_layout: WeightLayout = "in_out", cu_seqlens: Any = None,
+    max_seqlen: int | None = None, out: Any = None, stream: Any = None,
 ) -> Any:  # fmt: skip
     """A transformer encoder layer: attention block, then feed-forward block F(u) = activation(u w1 + b1) w2 + b2.
 
         pre_ln=True     a = A(LN(x)) + x        y = F(LN'(a)) + a
         pre_ln=False    a = LN(A(x) + x)        y = LN'(F(a) + a)        (BERT)
 
-    The attention block A, x, its weights, mask, heads, causal, scale: see `fused_attention`.
+    The attention block A, x, its weights, mask, heads, causal, scale, cu_seqlens: see `fused_attention`.
     w1: [hidden, inner].  w2: [inner, hidden].  b1: [inner].  b2: [hidden].
     weight_layout: of all six weights; "in_out" is [in, out], as written here, "out_in" what torch stores.
     attention_gamma, attention_beta: of the attention block's norm LN.  output_gamma, output_beta: of the feed-forward
@@ -93,28 +103,35 @@ def encoder_layer(
     activation: None, "gelu", "gelu_tanh", "silu" or "relu": see `linear`.
     out: where to write y; apart from the inputs.
 
-    Returns y [batch, seq, hidden] of x's type.
+    Returns y of x's shape and type.
     Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
     """
     return call(
         ENCODER_LAYER,
         (
             x, wq, wk, wv, wo, w1, w2, attention_gamma, attention_beta, output_gamma, output_beta,
-            bq, bk, bv, bo, b1, b2, mask,
+            bq, bk, bv, bo, b1, b2, mask, cu_seqlens,
         ),
-        (num_heads, head_dim, num_kv_heads, causal, pre_ln, activation, epsilon, scale, weight_layout), (out,), stream,
+        (
+            num_heads, head_dim, num_kv_heads, causal, pre_ln, activation, epsilon, scale, weight_layout,
+            tile_length(max_seqlen),
+        ),
+        (out,), stream,
     )  # fmt: skip
 
 
 def _attention_block(problem: Problem, gamma: str, beta: str, *, residual: bool) -> AttentionBlock:
     get, attribute = problem.get, problem.attribute
-    heads = attribute("num_heads")
+    heads, offsets = attribute("num_heads"), get("cu_seqlens")
+    packed = None
+    if offsets is not None:
+        packed = packed_sequences(offsets, problem["x"].shape[0], attribute("max_seqlen"))
     return AttentionBlock(
         problem["wq"], get("wk"), get("wv"), problem["wo"], gamma=get(gamma), beta=get(beta), bq=get("bq"),
         bk=get("bk"), bv=get("bv"), bo=get("bo"), mask=get("mask"), num_heads=heads, head_dim=attribute("head_dim"),
         num_kv_heads=attribute("num_kv_heads") or heads, causal=attribute("causal"), pre_ln=attribute("pre_ln"),
         residual=residual, epsilon=attribute("epsilon"), scale=attribute("scale"),
-        weight_layout=attribute("weight_layout"),
+        weight_layout=attribute("weight_layout"), packed=packed,
     )  # fmt: skip
 
 
@@ -148,7 +165,7 @@ def _check_heads(problem: Problem) -> tuple[int, int, int] | None:
 
 def _check_mask(problem: Problem, heads: int) -> None:
     mask, x = problem.get("mask"), problem["x"]
-    if mask is None:
+    if mask is None or x.ndim != 3:
         return
     batch, seq, _ = x.shape
     full = {2: (batch, seq), 3: (batch, seq, seq), 4: (batch, heads, seq, seq)}.get(mask.ndim)
@@ -186,6 +203,24 @@ def _check_projections(problem: Problem, hidden: int, q_columns: int, kv_columns
     check_linear(problem, q_columns, hidden, ("x", "wo", "bo"), layout)
 
 
+def _check_sequences(problem: Problem) -> None:
+    """cu_seqlens, and what goes with it."""
+    offsets, longest = problem.get("cu_seqlens"), problem.attribute("max_seqlen")
+    if longest is not None and longest < 0:
+        problem.reject(f"max_seqlen is {longest}", "max_seqlen of at least 0, or None")
+    if offsets is None:
+        return
+    if offsets.dtype not in (dtypes.i32, dtypes.i64):
+        problem.reject_type(f"cu_seqlens is {offsets.dtype}", "cu_seqlens of int32 or int64")
+    if offsets.ndim != 1 or offsets.shape[0] < 2:
+        problem.reject(
+            f"cu_seqlens has shape {offsets.shape}",
+            "cu_seqlens of shape (batch + 1,), for a sequence or more",
+        )
+    if problem.get("mask") is not None:
+        problem.reject("mask and cu_seqlens are both given", "one of the two")
+
+
 def _check_block(problem: Problem, gamma: str, beta: str, layout: str) -> bool:
     """The rules of an attention block; whether x's hidden size is known."""
     x = problem["x"]
@@ -194,11 +229,13 @@ def _check_block(problem: Problem, gamma: str, beta: str, layout: str) -> bool:
     if problem.attribute("epsilon") < 0:
         problem.reject(f"epsilon is {problem.attribute('epsilon')}", "epsilon of 0 or more")
     counts = _check_heads(problem)
-    if x.ndim != 3 or x.shape[2] < 1:
-        problem.reject(f"x has shape {x.shape}", "x of shape [batch, seq, hidden], hidden 1 or more")
+    _check_sequences(problem)
+    axes = "batch, seq, hidden" if problem.get("cu_seqlens") is None else "tokens, hidden"
+    if x.ndim != axes.count(",") + 1 or x.shape[-1] < 1:
+        problem.reject(f"x has shape {x.shape}", f"x of shape [{axes}], hidden 1 or more")
         return False
-    hidden = x.shape[2]
-    if x.shape[1] >= 2**29:
+    hidden = x.shape[-1]
+    if x.shape[-2] >= 2**29:
         problem.reject(f"x has shape {x.shape}", "fewer than 2**29 tokens a sequence")
     if counts is not None:
         heads, kv_heads, head_dim = counts
@@ -222,28 +259,33 @@ def _check_encoder_layer(problem: Problem) -> None:
     if not _check_block(problem, "attention_gamma", "attention_beta", layout):
         return
     x, w1 = problem["x"], problem["w1"]
-    check_linear(problem, x.shape[2], -1, ("x", "w1", "b1"), layout)
+    check_linear(problem, x.shape[-1], -1, ("x", "w1", "b1"), layout)
     inner = w1.shape[1 if layout == "in_out" else 0] if w1.ndim == 2 else -1
-    check_linear(problem, inner, x.shape[2], ("x", "w2", "b2"), layout)
+    check_linear(problem, inner, x.shape[-1], ("x", "w2", "b2"), layout)
     for name in ("output_gamma", "output_beta"):
         if problem.get(name) is not None:
-            check_vector(problem, name, x.shape[2], x)
+            check_vector(problem, name, x.shape[-1], x)
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
     return {"out": OutputSpec(problem["x"].shape, problem["x"].dtype)}
 
 
+def _as_batch(x: Operand) -> Operand:
+    """Packed tokens as a batch of one."""
+    return x if x.ndim == 3 else x.view((1, *x.shape), (0, *x.strides))
+
+
 def _plan_fused_attention(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
-    x = problem["x"]
+    x, y = _as_batch(problem["x"]), _as_batch(outputs["out"])
     block = _attention_block(problem, "gamma", "beta", residual=problem.attribute("residual"))
     nbytes = attention_scratch(x, block)
     scratch = dense("scratch", (nbytes,), dtypes.u8)
-    return Plan(plan_attention_block(x, block, outputs["out"], scratch, device), (("scratch", nbytes),))
+    return Plan(plan_attention_block(x, block, y, scratch, device), (("scratch", nbytes),))
 
 
 def _plan_encoder_layer(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
-    x, y = problem["x"], outputs["out"]
+    x, y = _as_batch(problem["x"]), _as_batch(outputs["out"])
     attention_block = _attention_block(problem, "attention_gamma", "attention_beta", residual=True)
     feed_forward = FeedForward(
         problem["w1"], problem["w2"], problem.get("b1"), problem.get("b2"), problem.get("output_gamma"),
@@ -265,7 +307,7 @@ _BLOCK_ATTRIBUTES = (
 )  # fmt: skip
 
 
-_WEIGHT_LAYOUT = Attribute("weight_layout", str, "in_out")
+_LAST_ATTRIBUTES = (Attribute("weight_layout", str, "in_out"), Attribute("max_seqlen", int))
 
 
 def _inputs(names: str, optional: str) -> tuple[Input, ...]:
@@ -276,10 +318,10 @@ def _inputs(names: str, optional: str) -> tuple[Input, ...]:
 
 FUSED_ATTENTION = OpSpec(
     name="fused_attention",
-    inputs=_inputs("x wq wk wv wo", "gamma beta bq bk bv bo mask"),
+    inputs=_inputs("x wq wk wv wo", "gamma beta bq bk bv bo mask cu_seqlens"),
     attributes=(
         *_BLOCK_ATTRIBUTES, Attribute("residual", bool, True), Attribute("epsilon", float, 1e-5),
-        Attribute("scale", float), _WEIGHT_LAYOUT,
+        Attribute("scale", float), *_LAST_ATTRIBUTES,
     ),
     outputs=("out",),
     check=_check_fused_attention,
@@ -291,11 +333,11 @@ ENCODER_LAYER = OpSpec(
     name="encoder_layer",
     inputs=_inputs(
         "x wq wk wv wo w1 w2",
-        "attention_gamma attention_beta output_gamma output_beta bq bk bv bo b1 b2 mask",
+        "attention_gamma attention_beta output_gamma output_beta bq bk bv bo b1 b2 mask cu_seqlens",
     ),
     attributes=(
         *_BLOCK_ATTRIBUTES, Attribute("activation", str), Attribute("epsilon", float, 1e-5), Attribute("scale", float),
-        _WEIGHT_LAYOUT,
+        *_LAST_ATTRIBUTES,
     ),
     outputs=("out",),
     check=_check_encoder_layer,
@@ -328,7 +370,11 @@ def _example(
         "b1": (4 * hidden,),
     }
     shapes |= dict.fromkeys(("wq", "wk", "wv", "wo"), (hidden, hidden))
-    shapes |= {item.name: (hidden,) for item in ENCODER_LAYER.inputs if item.name not in {*shapes, "mask"}}
+    shapes |= {
+        item.name: (hidden,)
+        for item in ENCODER_LAYER.inputs
+        if item.name not in {*shapes, "mask", "cu_seqlens"}
+    }
     operands: dict[str, Operand | None] = {name: dense(name, shape, dtype) for name, shape in shapes.items()}
     operands["mask"] = dense("mask", (batch, seq), dtypes.bool_)
     attributes = {attribute.name: attribute.default for attribute in ENCODER_LAYER.attributes}

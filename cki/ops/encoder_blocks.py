@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cki.device import DeviceInfo
 from cki.operand import Operand, dense
-from cki.ops.attention import plan_attention
+from cki.ops.attention import PackedSequences, plan_attention
 from cki.ops.linear import Part, plan_linear, plan_linear_parts
 from cki.ops.norm import plan_layer_norm
 from cki.plan import Step
@@ -21,7 +21,7 @@ from cki.plan import Step
 class AttentionBlock:
     """Weights and options of an attention block, named as in `fused_attention`.
 
-    wk, wv: None where wq holds all three, side by side.
+    wk, wv: None where wq holds all three, side by side.  packed: the sequences that x, a batch of one, consists of.
     """
 
     wq: Operand
@@ -44,6 +44,7 @@ class AttentionBlock:
     epsilon: float
     scale: float | None
     weight_layout: str = "in_out"
+    packed: PackedSequences | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def plan_attention_block(
         heads(qkv, block.num_heads, columns, 0), heads(qkv, block.num_kv_heads, columns, q_columns),
         heads(qkv, block.num_kv_heads, columns, q_columns + kv_columns), heads(context, block.num_heads, q_columns, 0),
         device=device, causal=block.causal, scale=block.scale, mask=_attention_mask(block.mask),
+        packed=block.packed,
     )  # fmt: skip
     residual = x if block.residual else None
     steps += plan_linear(context, block.wo, block.bo, residual, y, device, weight_layout=layout)
@@ -135,6 +137,21 @@ def feed_forward_scratch(x: Operand, block: FeedForward) -> int:
 def aligned(nbytes: int) -> int:
     """Room for another tensor behind: tensors of a workspace begin at multiples of 256 bytes."""
     return -(-nbytes // 256) * 256
+
+
+#: Tiles of attention are the same for all longer sequences; a plan is kept for each value that reaches it.
+_LONG = 128
+
+
+def packed_sequences(offsets: Operand, tokens: int, longest: int | None) -> PackedSequences:
+    """What attention needs to know of `tokens` tokens in sequences that begin at `offsets` [sequences + 1]."""
+    mean = -(-tokens // max(offsets.shape[0] - 1, 1))
+    return PackedSequences(offsets, offsets, None, mean if longest is None else longest)
+
+
+def tile_length(max_seqlen: int | None) -> int | None:
+    """max_seqlen as plans depend on it."""
+    return min(max_seqlen, _LONG) if isinstance(max_seqlen, int) else max_seqlen
 
 
 def _within(scratch: Operand, shape: tuple[int, ...], like: Operand, offset: int = 0) -> Operand:

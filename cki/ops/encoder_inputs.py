@@ -1,4 +1,4 @@
-"""What an encoder makes of its inputs before the first layer: a dense padding mask, and RoBERTa's positions.
+"""What an encoder makes of its inputs before the first layer: a dense padding mask, and positions.
 
 Both are single small launches, planned into the whole model's plan (`cki.ops.encoder_model`).
 """
@@ -35,13 +35,26 @@ def plan_padding_mask(source: Operand | None, out: Operand) -> tuple[Step, ...]:
     return (Step(kernel, (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=f"{batch} x {length} tokens"),)
 
 
-def plan_token_positions(ids: Operand, out: Operand, padding_id: int) -> tuple[Step, ...]:
-    """out [batch, seq] of i32: the position of each token by RoBERTa's rule.  ids: [batch, seq] of i32 or i64."""
-    batch, length = ids.shape
-    blocks = min(_MAX_BLOCKS, -(-batch // (_THREADS // 32)))
-    arguments: tuple[ArgumentValue, ...] = (ids, out, batch, length, padding_id, *ids.strides)
-    reason = f"a warp for each of {batch} sequences"
-    return (Step(positions_kernel(ids.dtype), (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),)
+def plan_token_positions(
+    ids: Operand, out: Operand, padding_id: int | None, offsets: Operand | None = None
+) -> tuple[Step, ...]:
+    """out [batch, seq] of i32: the position of each token.  ids: [batch, seq] of i32 or i64.
+
+    padding_id: counts by RoBERTa's rule; None counts from 0.  offsets: [sequences + 1], of the sequences that the one
+    row of ids consists of.
+    """
+    rows, length = ids.shape
+    sequences = rows if offsets is None else offsets.shape[0] - 1
+    blocks = min(_MAX_BLOCKS, -(-sequences // (_THREADS // 32)))
+    kernel = positions_kernel(
+        ids.dtype, None if offsets is None else offsets.dtype, skips_padding=padding_id is not None
+    )
+    arguments: tuple[ArgumentValue, ...] = (
+        ids, offsets or NullPointer(), out, sequences, length, padding_id or 0, *ids.strides,
+        0 if offsets is None else offsets.strides[0],
+    )  # fmt: skip
+    reason = f"a warp for each of {sequences} sequences"
+    return (Step(kernel, (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),)
 
 
 def mask_kernel(source: DType | None, *, lengths: bool = False) -> KernelSpec:
@@ -52,11 +65,12 @@ def mask_kernel(source: DType | None, *, lengths: bool = False) -> KernelSpec:
     )  # fmt: skip
 
 
-def positions_kernel(index: DType) -> KernelSpec:
-    """The kernel for ids of that type."""
+def positions_kernel(index: DType, offset: DType | None, *, skips_padding: bool) -> KernelSpec:
+    """The kernel for ids of a type, and offsets of a type where sequences are packed."""
     return kernel_spec(
-        "embedding/token_positions.cu", "token_positions", "PPiiiqq", max_registers=64, Index=index,
-        kThreads=_THREADS, kMinBlocks=4,
+        "embedding/token_positions.cu", "token_positions", "PPPiiiqqq", max_registers=64, Index=index,
+        Offset=offset or index, kPacked=offset is not None, kSkipsPadding=skips_padding, kThreads=_THREADS,
+        kMinBlocks=4,
     )  # fmt: skip
 
 
@@ -65,4 +79,9 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     del arch  # the same for all
     masks = [mask_kernel(None), *(mask_kernel(dtype) for dtype in MASK_TYPES)]
     lengths = [mask_kernel(dtype, lengths=True) for dtype in LENGTH_TYPES]
-    return [*masks, *lengths, *(positions_kernel(dtype) for dtype in LENGTH_TYPES)]
+    positions = [
+        positions_kernel(dtype, offset, skips_padding=skips)
+        for dtype in LENGTH_TYPES
+        for offset, skips in ((None, True), (dtype, True), (dtypes.i32, False))
+    ]
+    return [*masks, *lengths, *positions]

@@ -21,6 +21,7 @@ from cki.ops.encoder_blocks import (
     aligned,
     attention_scratch,
     feed_forward_scratch,
+    packed_sequences,
     plan_attention_block,
     plan_feed_forward,
 )
@@ -36,6 +37,7 @@ CALL_INPUTS = (
     "token_type_ids",
     "position_ids",
     "lengths",
+    "cu_seqlens",
     "workspace",
 )
 #: Weights of the whole model, then of each layer: `layers.0.wq`.
@@ -74,6 +76,7 @@ def encoder_spec(layers: int) -> OpSpec:
             Attribute("num_heads", int, 1), Attribute("head_dim", int, 1), Attribute("pre_ln", bool, False),
             Attribute("activation", str), Attribute("epsilon", float, 1e-12), Attribute("weight_layout", str, "out_in"),
             Attribute("padding_id", int), Attribute("pooling", str), Attribute("normalize", bool, False),
+            Attribute("max_seqlen", int),
         ),
         outputs=("out",),
         check=_check,
@@ -93,11 +96,14 @@ def _check(problem: Problem) -> None:
         problem.reject(f"pooling is {problem.attribute('pooling')!r}", f"pooling {known} or None")
     if ids.dtype not in _IDS:
         problem.reject_type(f"input_ids is {ids.dtype}", "input_ids of int32 or int64")
-    if ids.ndim != 2:
-        problem.reject(f"input_ids has shape {ids.shape}", "input_ids of shape [batch, seq]")
+    packed = problem.get("cu_seqlens") is not None
+    axes = "tokens" if packed else "batch, seq"
+    if ids.ndim != (1 if packed else 2):
+        problem.reject(f"input_ids has shape {ids.shape}", f"input_ids of shape [{axes}]")
         return
-    if problem.attribute("pooling") and ids.shape[1] == 0:
+    if problem.attribute("pooling") and ids.shape[-1] == 0:
         problem.reject(f"input_ids has shape {ids.shape}: nothing to pool", "a token or more a sequence")
+    _check_packed(problem)
     _check_padding(problem, ids)
     for name in ("token_type_ids", "position_ids"):
         tensor = problem.get(name)
@@ -105,7 +111,7 @@ def _check(problem: Problem) -> None:
             continue
         if tensor.dtype not in _IDS:
             problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of int32 or int64")
-        if tensor.shape != ids.shape and not (name == "position_ids" and tensor.shape == ids.shape[1:]):
+        if tensor.shape not in (ids.shape, ids.shape[-1:] if name == "position_ids" else ids.shape):
             problem.reject(
                 f"{name} has shape {tensor.shape}, input_ids has shape {ids.shape}",
                 f"{name} of shape {ids.shape}",
@@ -115,8 +121,28 @@ def _check(problem: Problem) -> None:
     _check_length(problem, ids)
 
 
+def _check_packed(problem: Problem) -> None:
+    offsets, longest = problem.get("cu_seqlens"), problem.attribute("max_seqlen")
+    if longest is not None and longest < 0:
+        problem.reject(f"max_seqlen is {longest}", "max_seqlen of at least 0, or None")
+    if offsets is None:
+        return
+    if offsets.dtype not in LENGTH_TYPES:
+        problem.reject_type(f"cu_seqlens is {offsets.dtype}", "cu_seqlens of int32 or int64")
+    if offsets.ndim != 1 or offsets.shape[0] < 2:
+        problem.reject(
+            f"cu_seqlens has shape {offsets.shape}",
+            "cu_seqlens of shape (batch + 1,), for a sequence or more",
+        )
+    for name in ("attention_mask", "lengths"):
+        if problem.get(name) is not None:
+            problem.reject(f"{name} and cu_seqlens are both given", "packed sequences without padding")
+
+
 def _check_padding(problem: Problem, ids: Operand) -> None:
     mask, lengths = problem.get("attention_mask"), problem.get("lengths")
+    if problem.get("cu_seqlens") is not None:
+        return
     if mask is not None and lengths is not None:
         problem.reject("attention_mask and lengths are both given", "one of the two")
     if mask is not None:
@@ -143,7 +169,8 @@ def _check_length(problem: Problem, ids: Operand) -> None:
     """The sequence must not be longer than the position table serves; the workspace must be large enough."""
     padding_id, rows = problem.attribute("padding_id"), problem["positions"].shape[0]
     longest = rows - (0 if padding_id is None else padding_id + 1)
-    if problem.get("position_ids") is None and ids.shape[1] > longest:
+    counts = problem.get("position_ids") is None and problem.get("cu_seqlens") is None
+    if counts and ids.shape[1] > longest:
         problem.reject(
             f"input_ids has {ids.shape[1]} tokens a sequence, the model has positions for {longest}",
             "shorter sequences, or position_ids",
@@ -163,10 +190,11 @@ def _check_length(problem: Problem, ids: Operand) -> None:
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
-    batch, seq = problem["input_ids"].shape
-    hidden, dtype = problem["words"].shape[1], problem["words"].dtype
-    shape = (batch, seq, hidden) if problem.attribute("pooling") is None else (batch, hidden)
-    return {"out": OutputSpec(shape, dtype)}
+    ids, offsets, words = problem["input_ids"], problem.get("cu_seqlens"), problem["words"]
+    rows = ids.shape
+    if problem.attribute("pooling") is not None:
+        rows = (ids.shape[0] if offsets is None else offsets.shape[0] - 1,)
+    return {"out": OutputSpec((*rows, words.shape[1]), words.dtype)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,17 +212,31 @@ class Memory(NamedTuple):
     nbytes: int
 
 
+def _as_batch(tensor: Operand) -> Operand:
+    """Packed ids as a batch of one, packed hidden states likewise."""
+    return tensor.view((1, *tensor.shape), (0, *tensor.strides))
+
+
+def _ids(problem: Problem) -> Operand:
+    """input_ids as [batch, seq]."""
+    ids = problem["input_ids"]
+    return ids if ids.ndim == 2 else _as_batch(ids)
+
+
 def _blocks(problem: Problem, prefix: str, mask: Operand | None) -> tuple[AttentionBlock, FeedForward]:
     """One layer.  prefix: `layers.0.`."""
     get, attribute = problem.get, problem.attribute
     weight = {name: get(prefix + name) for name in LAYER_VECTORS}
     options = {name: attribute(name) for name in ("pre_ln", "epsilon", "weight_layout")}
-    heads = attribute("num_heads")
+    heads, offsets = attribute("num_heads"), get("cu_seqlens")
+    packed = None
+    if offsets is not None:
+        packed = packed_sequences(offsets, problem["input_ids"].shape[0], attribute("max_seqlen"))
     attention = AttentionBlock(
         problem[prefix + "wq"], get(prefix + "wk"), get(prefix + "wv"), problem[prefix + "wo"],
         gamma=weight["attention_gamma"], beta=weight["attention_beta"], bq=weight["bq"], bk=weight["bk"],
         bv=weight["bv"], bo=weight["bo"], mask=mask, num_heads=heads, head_dim=attribute("head_dim"),
-        num_kv_heads=heads, causal=False, residual=True, scale=None, **options,
+        num_kv_heads=heads, causal=False, residual=True, scale=None, packed=packed, **options,
     )  # fmt: skip
     feed_forward = FeedForward(
         problem[prefix + "w1"], problem[prefix + "w2"], weight["b1"], weight["b2"], weight["output_gamma"],
@@ -205,7 +247,7 @@ def _blocks(problem: Problem, prefix: str, mask: Operand | None) -> tuple[Attent
 
 def model_memory(problem: Problem) -> Memory:
     """Where the temporary tensors of a forward pass lie: the size does not depend on the number of layers."""
-    batch, seq = problem["input_ids"].shape
+    batch, seq = _ids(problem).shape
     words = problem["words"]
     x = dense("x", (batch, seq, words.shape[1]), words.dtype)
     scratch = 0
@@ -220,7 +262,7 @@ def model_memory(problem: Problem) -> Memory:
 
 
 def _plan(layers: int, problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
-    ids, words, out = problem["input_ids"], problem["words"], outputs["out"]
+    ids, words, out = _ids(problem), problem["words"], outputs["out"]
     batch, seq = ids.shape
     shape = (batch, seq, words.shape[1])
     memory, given = model_memory(problem), problem.get("workspace")
@@ -231,7 +273,8 @@ def _plan(layers: int, problem: Problem, outputs: Mapping[str, Operand], device:
     pooling, pre_ln, epsilon = (problem.attribute(name) for name in ("pooling", "pre_ln", "epsilon"))
     attended = place(shape, words.dtype, offset=base + memory.attended)
     # Every layer reads and writes the same tensor: the result itself, unless that is a pooled vector.
-    x = out if pooling is None else place(shape, words.dtype, offset=base + memory.hidden)
+    result = _as_batch(out) if out.ndim == 2 and pooling is None else out
+    x = result if pooling is None else place(shape, words.dtype, offset=base + memory.hidden)
     scratch = place((memory.attended,), dtypes.u8, offset=base + memory.scratch)
     mask, steps = _plan_mask(problem, place((batch, seq), dtypes.u8, offset=base + memory.mask))
     positions, counting = _plan_positions(
@@ -266,10 +309,11 @@ def _plan_mask(problem: Problem, room: Operand) -> tuple[Operand | None, tuple[S
 
 
 def _plan_positions(problem: Problem, room: Operand) -> tuple[Operand | None, tuple[Step, ...]]:
-    given, padding_id = problem.get("position_ids"), problem.attribute("padding_id")
-    if given is not None or padding_id is None:
+    given, offsets = problem.get("position_ids"), problem.get("cu_seqlens")
+    padding_id = problem.attribute("padding_id")
+    if given is not None or (padding_id is None and offsets is None):
         return given, ()
-    return room, plan_token_positions(problem["input_ids"], room, padding_id)
+    return room, plan_token_positions(_ids(problem), room, padding_id, offsets)
 
 
 def _plan_norm(
@@ -287,11 +331,16 @@ def _plan_pooling(
 ) -> tuple[Step, ...]:
     """The pooled vector into `out`.  scratch: memory that the layers are done with."""
     batch, _, width = x.shape
+    normalize, first_only = problem.attribute("normalize"), problem.attribute("pooling") == "first"
+    offsets = problem.get("cu_seqlens")
+    if offsets is not None:
+        return plan_mean_pool(
+            x, offsets, out, device, normalize=normalize, packed=True, first_only=first_only
+        )
     steps: tuple[Step, ...] = ()
-    if problem.attribute("pooling") == "first":
+    if first_only:
         x, mask = x.view((batch, 1, width), x.strides), None
     if mask is None:
         mask = dense(scratch.slot, x.shape[:2], dtypes.u8, offset=scratch.offset, alignment=scratch.alignment)
         steps = plan_padding_mask(None, mask)
-    normalize = problem.attribute("normalize")
     return steps + plan_mean_pool(x, mask, out, device, normalize=normalize)

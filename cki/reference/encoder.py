@@ -5,6 +5,7 @@ Arguments may be of any float type, ml_dtypes' bfloat16 included; results are fl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ def fused_attention(
     x: Array, wq: Array, wk: Array | None, wv: Array | None, wo: Array, gamma: Array | None = None,
     beta: Array | None = None, bq: Array | None = None, bk: Array | None = None, bv: Array | None = None,
     bo: Array | None = None, mask: Array | None = None, *, num_heads: int, head_dim: int,
-    num_kv_heads: int | None = None, causal: bool = False,
-    pre_ln: bool = True, residual: bool = True, epsilon: float = 1e-5, scale: float | None = None,
-    weight_layout: str = "in_out",
+    num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True, residual: bool = True,
+    epsilon: float = 1e-5, scale: float | None = None, weight_layout: str = "in_out", cu_seqlens: Array | None = None,
 ) -> Result:  # fmt: skip
     """Layer norm, Q, K and V projections, attention, output projection; x [batch, seq, hidden].
 
@@ -34,7 +34,14 @@ def fused_attention(
         else      y = LN(A(x) + x)                both without the "+ x" when residual is False
 
     wk and wv None: wq holds all three, as bq does their biases.
+    cu_seqlens: x is [tokens, hidden], of sequences one behind the other; rows of none of them are zero.
     """
+    if cu_seqlens is not None:
+        return _sequences(x, cu_seqlens, lambda one: fused_attention(
+            one, wq, wk, wv, wo, gamma, beta, bq, bk, bv, bo, num_heads=num_heads, head_dim=head_dim,
+            num_kv_heads=num_kv_heads, causal=causal, pre_ln=pre_ln, residual=residual, epsilon=epsilon, scale=scale,
+            weight_layout=weight_layout,
+        ))  # fmt: skip
     u = _float64(x)
     batch, seq, _ = u.shape
     if pre_ln:
@@ -61,7 +68,7 @@ def encoder_layer(
     bo: Array | None = None, b1: Array | None = None, b2: Array | None = None, mask: Array | None = None,
     num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True,
     activation: str | None = "gelu", epsilon: float = 1e-5, scale: float | None = None,
-    weight_layout: str = "in_out",
+    weight_layout: str = "in_out", cu_seqlens: Array | None = None,
 ) -> Result:  # fmt: skip
     """A transformer encoder layer: the attention block, then the feed-forward block F(u) = act(u w1 + b1) w2 + b2.
 
@@ -71,12 +78,20 @@ def encoder_layer(
     attended = fused_attention(
         x, wq, wk, wv, wo, attention_gamma, attention_beta, bq, bk, bv, bo, mask, num_heads=num_heads,
         head_dim=head_dim, num_kv_heads=num_kv_heads, causal=causal, pre_ln=pre_ln, epsilon=epsilon, scale=scale,
-        weight_layout=weight_layout,
+        weight_layout=weight_layout, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     u = _norm(attended, output_gamma, output_beta, epsilon) if pre_ln else attended
     inner = linear(u, w1, b1, activation=activation, weight_layout=weight_layout)
     y = linear(inner, w2, b2, residual=attended, weight_layout=weight_layout)
     return y if pre_ln else _norm(y, output_gamma, output_beta, epsilon)
+
+
+def _sequences(x: Array, cu_seqlens: Array, block: Callable[[Array], Result]) -> Result:
+    """`block` of each sequence as a batch of one."""
+    y = np.zeros(np.asarray(x).shape)
+    for start, end in zip(cu_seqlens, cu_seqlens[1:]):
+        y[start:end] = block(x[None, start:end])[0]
+    return y
 
 
 def _attention_mask(mask: Array | None) -> Array | None:

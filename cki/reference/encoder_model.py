@@ -25,9 +25,19 @@ Result = NDArray[np.float64]
 def encoder(
     weights: Mapping[str, Array], config: EncoderConfig, input_ids: Array, attention_mask: Array | None = None,
     token_type_ids: Array | None = None, position_ids: Array | None = None, *, lengths: Array | None = None,
+    cu_seqlens: Array | None = None,
 ) -> Result:  # fmt: skip
-    """The last hidden state, [batch, seq, hidden]; arguments as for a call of `cki.Encoder`."""
+    """The last hidden state, [batch, seq, hidden] (packed: [tokens, hidden]); arguments as for a call of `cki.Encoder`.
+
+    Rows that belong to no sequence are zero.
+    """
     ids = np.asarray(input_ids)
+    if cu_seqlens is not None:
+        packed = np.zeros((*ids.shape, weights["words"].shape[1]))
+        for start, end in zip(cu_seqlens, cu_seqlens[1:]):
+            one = [None if a is None else a[None, start:end] for a in (token_type_ids, position_ids)]
+            packed[start:end] = encoder(weights, config, ids[None, start:end], None, *one)[0]
+        return packed
     mask = _mask(ids, attention_mask, lengths)
     positions = position_ids
     if positions is None and config.padding_id is not None:
@@ -54,12 +64,17 @@ def encoder(
 def encoder_embed(
     weights: Mapping[str, Array], config: EncoderConfig, input_ids: Array, attention_mask: Array | None = None,
     token_type_ids: Array | None = None, position_ids: Array | None = None, *, lengths: Array | None = None,
-    pooling: str = "mean", normalize: bool = True,
+    cu_seqlens: Array | None = None, pooling: str = "mean", normalize: bool = True,
 ) -> Result:  # fmt: skip
     """One vector a sequence, [batch, hidden]; arguments as for `Encoder.embed`."""
     hidden = encoder(
-        weights, config, input_ids, attention_mask, token_type_ids, position_ids, lengths=lengths
-    )
+        weights, config, input_ids, attention_mask, token_type_ids, position_ids, lengths=lengths,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    if cu_seqlens is not None:
+        kept_each = None if pooling == "mean" else 1
+        pieces = [hidden[None, start:end][:, :kept_each] for start, end in zip(cu_seqlens, cu_seqlens[1:])]
+        return np.concatenate([mean_pool(x, np.ones(x.shape[:2]), normalize=normalize) for x in pieces])
     if pooling == "first":
         return mean_pool(hidden[:, :1], np.ones((len(hidden), 1), bool), normalize=normalize)
     mask = _mask(np.asarray(input_ids), attention_mask, lengths)

@@ -5,6 +5,9 @@
 // in fp32, rounded once to Element. A token is kept where mask[b, s] is nonzero, or with kMaskIsLengths where
 // s < mask[b]. Hidden tokens are not read, so NaN in padding does not matter. A sequence with none kept gives zeros.
 //
+// kPacked: x is [length, width], sequences one behind the other, and mask holds their offsets [batch + 1]: sequence b has the
+// tokens mask[b] up to mask[b + 1], cut off at the ends of x. kFirstOnly then keeps only the first of each.
+//
 // x: [batch, length, width]. mask: [batch, length] or lengths [batch] of Mask (bool or an integer). out: [batch, width].
 // Any strides; kVectorSize is 1 where the last axis of x is not dense. Bytes: kept tokens * width * sizeof(Element), read once.
 //
@@ -33,7 +36,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int slice = threadIdx.x / kSliceThreads;
   const int lane = threadIdx.x % kSliceThreads;
   const Mask* sequence_mask = mask + sequence * mask_stride0;
+  if constexpr (kPacked) {
+    const i64 start = sequence_mask[0] < 0 ? 0 : sequence_mask[0];
+    const i64 end = sequence_mask[mask_stride0] > length ? length : sequence_mask[mask_stride0];
+    x += start * x_stride1 - sequence * x_stride0;
+    length = end > start ? static_cast<int>(end - start) : 0;
+    if constexpr (kFirstOnly) length = length > 0 ? 1 : 0;
+  }
   const auto kept = [&](int token) {
+    if constexpr (kPacked) return true;
     if constexpr (kMaskIsLengths) return token < sequence_mask[0];
     return sequence_mask[token * mask_stride1] != 0;
   };
