@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cki
+import cki.sim
 from cki import reference
 from cki.memory import PagedKVCache
 from tests.compare import assert_close
@@ -284,16 +286,28 @@ def test_lengths_beyond_the_table_are_cut_off(device):
 
 
 @pytest.mark.parametrize(
-    "garbage", [[0, 90, 20, 100], [-5, 3, 2**31 - 1, 7], [100, 0, 0, 0], [2**31 - 1, -(2**31), 50, 2**31 - 1]]
-)
-def test_offsets_that_fall_touch_nothing_outside(device, garbage):
+    "garbage",
+    [
+        [0, 90, 20, 100], [-5, 3, 2**31 - 1, 7], [100, 0, 0, 0], [2**31 - 1, -(2**31), 50, 2**31 - 1],
+        [0, 90, 0, 90, 0, 90, 0, 90], [-(2**31), *[2**31 - 1, 0] * 40],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_offsets_that_fall_touch_nothing_outside(device, garbage, block_size):
     """The result is undefined, but what lies around the tensors is neither read nor written."""
-    tensors = packed(F16, [40, 30, 30])
+    if block_size:
+        tensors = chunked(F16, [100], [100], block_size)
+        tensors["block_table"] = np.repeat(tensors["block_table"], len(garbage) - 1, axis=0)
+        tensors["seq_lens"] = np.resize(np.array(garbage, np.int32), len(garbage) - 1)
+    else:
+        tensors = packed(F16, [100], [100])
+        tensors["cu_seqlens_k"] = np.array(garbage, np.int32)
+    tensors["cu_seqlens_q"] = np.array(garbage, np.int32)
     whole = device.empty((300, 2, 16), F16)
-    given = {n: device.array(np.array(garbage, np.int32)) for n in ("cu_seqlens_q", "cu_seqlens_k")}
-    tensors |= given
-    on_device = {n: device.array(t) if isinstance(t, np.ndarray) else t for n, t in tensors.items()}
-    cki.varlen_attention(**on_device, causal=True, out=whole[100:200])
+    on_device = {n: device.array(t) for n, t in tensors.items()}
+    with cki.sim.checks(bounds=True) if device.kind == "sim" else contextlib.nullcontext():
+        for longest in (1, 100):
+            cki.varlen_attention(**on_device, causal=True, out=whole[100:200], max_seqlen_q=longest)
     around = device.numpy(whole).astype(np.float32)
     assert np.isnan(around[:100]).all() and np.isnan(around[200:]).all()
 
