@@ -9,18 +9,20 @@ from pathlib import Path
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
-_SYMBOL_TABLE, _TLS_SYMBOL, _UNDEFINED, _TLS_SEGMENT = 2, 6, 0, 7
+_SYMBOL_TABLE, _TLS_SYMBOL, _UNDEFINED, _TLS_SEGMENT, _NO_BITS = 2, 6, 0, 7, 8
+_SIZE_FIELD = 32  # of a section header, in bytes
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the file: its name, type, bytes in the file, link to another section."""
+    """A section of the file: its name, type, bytes in the file, link to another section, and where its header lies."""
 
     name: str
     type: int
     offset: int
     size: int
     link: int
+    header: int
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,19 @@ class ElfFile:
     """A relocatable object or shared object, read whole."""
 
     def __init__(self, path: Path) -> None:
-        self.data = path.read_bytes()
+        self.path, self.data = path, path.read_bytes()
         if self.data[:6] != b"\x7fELF\x02\x01":
             raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
         (self._segments_at, sections_at) = struct.unpack_from("<QQ", self.data, 32)
         self._segment_count, section_size, section_count, names_index = struct.unpack_from(
             "<HHHH", self.data, 56
         )
-        raw = [_SECTION.unpack_from(self.data, sections_at + i * section_size) for i in range(section_count)]
+        headers = [sections_at + i * section_size for i in range(section_count)]
+        raw = [_SECTION.unpack_from(self.data, header) for header in headers]
         names_at = raw[names_index][4] if raw else 0
         self.sections = [
-            Section(self._string(names_at + name), type_, offset, size, link)
-            for name, type_, _, _, offset, size, link, _, _, _ in raw
+            Section(self._string(names_at + name), type_, offset, size, link, header)
+            for header, (name, type_, _, _, offset, size, link, _, _, _) in zip(headers, raw)
         ]
 
     def _string(self, at: int) -> str:
@@ -61,6 +64,14 @@ class ElfFile:
             if section.name == name:
                 return self.data[section.offset : section.offset + section.size]
         return b""
+
+    def lengthen(self, prefix: str, extra: int) -> None:
+        """Make the sections without bytes in the file (.bss, .tbss) whose name begins so longer, in the file itself."""
+        data = bytearray(self.data)
+        for section in self.sections:
+            if section.name.startswith(prefix) and section.type == _NO_BITS:
+                struct.pack_into("<Q", data, section.header + _SIZE_FIELD, section.size + extra)
+        self.path.write_bytes(data)
 
     def symbols(self) -> list[Symbol]:
         """The full symbol table (.symtab)."""

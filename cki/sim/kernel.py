@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cki._checkout import cuda_src
-from cki.sim import headers, runtime, store, toolchain
+from cki.sim import headers, red_zones, runtime, store, toolchain
 from cki.sim.elf import ElfFile
 
 #: Where dynamic shared memory may lie, in bytes: the most that a block of sm_90 can have.
@@ -30,8 +30,6 @@ extern "C" CKI_SIM_NOT_INSTRUMENTED void cki_sim_entry_{entry}(void** arguments)
 }}
 """
 
-_INSTRUMENT = ("-fsanitize=thread", "-fsanitize=bounds")
-
 
 def _kernel_flags(instrumented: bool) -> list[str]:
     is_clang = toolchain.find_compiler().is_clang
@@ -49,7 +47,12 @@ def _kernel_flags(instrumented: bool) -> list[str]:
         # module.
         flags += ["-fno-extern-tls-init", "-fno-gnu-unique", "-fno-crossjumping", "-fno-tree-tail-merge"]
     if instrumented:
-        flags += _INSTRUMENT
+        # Clang's "bounds" also checks pointers into known arrays, by a trap that would end the process.
+        flags += [
+            "-fsanitize=thread",
+            f"-fsanitize={'array-bounds' if is_clang else 'bounds'}",
+            *red_zones.FLAGS,
+        ]
         volatile = "tsan-distinguish-volatile=1"  # volatile accesses count as relaxed atomics
         flags += ["-mllvm", f"-{volatile}"] if is_clang else ["--param", volatile]
     return flags
@@ -98,7 +101,7 @@ class SimKernel:
 
     def _key(self, flags: list[str]) -> str:
         names = ["cuda_builtins.h", *headers.included_names(self._source.encode())]
-        total = hashlib.sha256(repr((runtime.key(), flags)).encode())
+        total = hashlib.sha256(repr((runtime.key(), flags, red_zones.BYTES)).encode())
         total.update(headers.digest(names, self._include_dirs))
         total.update(self._source.encode())
         return total.hexdigest()[:24]
@@ -115,6 +118,8 @@ class SimKernel:
                 [*flags, *include, "-include", "cuda_builtins.h", "-c", str(source), "-o", str(object_file)],
                 f"kernel {self.entry} ({self.name})",
             )
+            if instrumented:
+                red_zones.add(object_file)
             undefined = [
                 s.name for s in ElfFile(object_file).symbols()
                 if s.is_thread_local and not s.is_defined and not s.name.startswith(("cki_sim_thread", "cki_sim_block"))
@@ -129,23 +134,30 @@ class SimKernel:
         path = store.get_or_build(
             store.directory(self._cache_dir) / f"{self._stem}-{self._key(flags)}.so", build
         )
-        return LoadedKernel(path, self.entry)
+        return LoadedKernel(path, self.entry, instrumented)
 
 
 class LoadedKernel:
-    """A kernel in a shared object, and what the runtime needs to know of it."""
+    """A kernel in a shared object, and what the runtime needs to know of it.
 
-    def __init__(self, path: Path, entry: str) -> None:
+    static_bytes: where dynamic shared memory begins, red zones left out.
+    """
+
+    def __init__(self, path: Path, entry: str, instrumented: bool) -> None:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         elf = ElfFile(path)
-        offsets = [s.value for s in elf.symbols() if s.is_thread_local and s.name.endswith(_DYNAMIC)]
-        self.static_bytes = offsets[0]
+        shared = [s for s in elf.symbols() if s.is_thread_local and s.is_defined]
+        dynamic = next(s.value for s in shared if s.name.endswith(_DYNAMIC))
+        arrays = sorted((s.value, s.size) for s in shared if s.size)
+        self.static_bytes = dynamic - (len(arrays) * red_zones.BYTES if instrumented else 0)
         self.module = runtime.Module(
             ctypes.cast(self._library[f"cki_sim_entry_{entry}"], ctypes.c_void_p),
             ctypes.cast(self._library.cki_sim_dynamic_address, ctypes.c_void_p),
             elf.thread_local_size(),
-            offsets[0],
+            dynamic,
+            (runtime.SharedArray * len(arrays))(*(runtime.SharedArray(*array) for array in arrays)),
+            len(arrays),
         )
 
 

@@ -19,6 +19,12 @@ class Extent(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
 
 
+class SharedArray(ctypes.Structure):
+    """`cki_sim_shared_array` of cuda_src/sim/runtime/shared_window.h."""
+
+    _fields_ = [("offset", ctypes.c_uint), ("bytes", ctypes.c_uint)]
+
+
 class Module(ctypes.Structure):
     """`cki_sim_module` of cuda_src/sim/runtime/launch.h."""
 
@@ -27,6 +33,8 @@ class Module(ctypes.Structure):
         ("dynamic_address", ctypes.c_void_p),
         ("window_size", ctypes.c_uint),
         ("dynamic_offset", ctypes.c_uint),
+        ("arrays", ctypes.POINTER(SharedArray)),
+        ("array_count", ctypes.c_uint),
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cki import sim
 from cki.errors import CkiError, CompileError, InvalidArgumentError, InvalidTypeError
-from cki.sim import Checks, toolchain
+from cki.sim import Checks, red_zones, toolchain
 from cki.sim.dwarf import LineTable
 from cki.sim.elf import ElfFile
 from tests.sim.harness import kernel, run
@@ -181,6 +181,20 @@ def test_elf_reader_finds_the_shared_window():
     assert elf.thread_local_size() == built.module.window_size
     assert built.module.dynamic_offset % 1024 == 0
     assert built.static_bytes >= 3 + 128
+
+
+def test_instrumented_kernels_have_gaps_behind_static_arrays():
+    plain, instrumented = (kernel("faults.cu", "bounds").build(checks) for checks in (False, True))
+    assert plain.static_bytes == instrumented.static_bytes
+    sizes = []
+    for built, gap in ((plain, 0), (instrumented, red_zones.BYTES)):
+        module = built.module
+        arrays = [(array.offset, array.bytes) for array in module.arrays[: module.array_count]]
+        assert {128, 16, 20} <= {size for _, size in arrays}
+        starts = [offset for offset, _ in arrays[1:]] + [module.dynamic_offset]
+        assert all(start >= offset + size + gap for (offset, size), start in zip(arrays, starts))
+        sizes.append(sorted(size for _, size in arrays))
+    assert sizes[0] == sizes[1]
 
 
 def test_not_an_elf_file(tmp_path):

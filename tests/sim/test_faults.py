@@ -118,6 +118,10 @@ def test_mismatched_barrier_counts():
         (3, "local array", "index 5 of an array of type 'float[4]'"),
         (4, "read global", "read of 4 bytes at offset 256 of a tensor of 256 bytes"),
         (5, "write global", "write of 4 bytes, 4 bytes before a tensor of 256 bytes"),
+        (6, "through a pointer", "read of 4 bytes at offset 128 of a static shared array of 128 bytes"),
+        (7, "through a pointer", "read of 4 bytes at offset 16 of a static shared array of 16 bytes"),
+        (8, "through a pointer", "read of 4 bytes at offset 20 of a static shared array of 20 bytes"),
+        (9, "stored through a pointer", "write of 4 bytes at offset 16 of a static shared array of 16 bytes"),
     ],
 )
 def test_out_of_bounds(fault, marker, words):

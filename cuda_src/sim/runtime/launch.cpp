@@ -72,6 +72,8 @@ void place_window(Block& block, const Launch& launch) {
   window.size = launch.module.window_size;
   window.dynamic_offset = launch.module.dynamic_offset;
   window.dynamic_size = launch.config.dynamic_bytes;
+  window.arrays = launch.module.arrays;
+  window.array_count = launch.module.array_count;
   window.base = static_cast<u8*>(launch.module.dynamic_address()) - window.dynamic_offset;
   // The adversary's shared memory starts as NaN, not as zeros or an earlier block's leftovers.
   if (block.group->checks.adversarial) std::memset(window.base, 0xff, window.dynamic_offset + window.dynamic_size);

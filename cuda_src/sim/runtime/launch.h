@@ -16,6 +16,8 @@ struct cki_sim_module {
   void* (*dynamic_address)();          // of the dynamic shared memory on the calling OS thread
   unsigned window_size;                // of the thread-local segment
   unsigned dynamic_offset;             // of the dynamic area in it
+  const cki_sim_shared_array* arrays;  // the static shared arrays in it, in order
+  unsigned array_count;
 };
 
 struct cki_sim_config {

@@ -1,6 +1,8 @@
 // Translation between 32-bit shared addresses and host pointers, with the checks that the hardware would make.
 #include "shared_window.h"
 
+#include <cstdio>
+
 #include "scheduler.h"
 
 namespace cki::sim {
@@ -20,15 +22,33 @@ Block& block_of_address(Block& block, u32 address, CallSite site) {
 
 }  // namespace
 
+void beyond_shared(const SharedWindow& window, u32 offset, u32 bytes, const char* subject, CallSite site) {
+  const i64 at = offset;
+  if (offset >= window.dynamic_offset || window.array_count == 0)
+    out_of_bounds(site, "%s of %u bytes at offset %d of the %u bytes of dynamic shared memory", subject, bytes,
+                  static_cast<int>(at - window.dynamic_offset), window.dynamic_size);
+  // Name the nearest array: most faults lie just beyond one.
+  const cki_sim_shared_array* nearest = window.arrays;
+  auto distance = [at](const cki_sim_shared_array& array) {
+    return at < array.offset ? array.offset - at : at - array.offset - array.bytes;
+  };
+  for (u32 i = 1; i < window.array_count; ++i)
+    if (distance(window.arrays[i]) < distance(*nearest)) nearest = &window.arrays[i];
+  out_of_bounds(site, "%s of %u bytes at offset %d of a static shared array of %u bytes", subject, bytes,
+                static_cast<int>(at - nearest->offset), nearest->bytes);
+}
+
 SharedPlace shared_place_of(Block& from, u32 address, u32 bytes, CallSite site) {
   Block& block = block_of_address(from, address, site);
   const SharedWindow& window = block.window;
   const u32 local = address & kAddressMask, offset = local - kSharedBase;
   if (local < kSharedBase || offset >= window.size || bytes > window.size - offset)
     out_of_bounds(site, "shared address 0x%x (%u bytes) lies outside the block's shared memory", address, bytes);
-  if (!window.valid(offset, bytes))
-    out_of_bounds(site, "shared address 0x%x (%u bytes) lies beyond the %u bytes of dynamic shared memory", address,
-                  bytes, window.dynamic_size);
+  if (!window.valid(offset, bytes)) {
+    char subject[64];
+    std::snprintf(subject, sizeof subject, "shared address 0x%x: access", address);
+    beyond_shared(window, offset, bytes, subject, site);
+  }
   return {&block, offset, window.base + offset};
 }
 

@@ -25,11 +25,10 @@ bool find_shared(Block& block, const void* pointer, SharedPlace& place) {
   return true;
 }
 
-void check_shared_bounds(const SharedPlace& place, u32 bytes, CallSite site) {
+void check_shared_bounds(const SharedPlace& place, u32 bytes, bool write, CallSite site) {
   const SharedWindow& window = place.block->window;
   if (!window.valid(place.offset, bytes))
-    out_of_bounds(site, "access of %u bytes at offset %d of the %u bytes of dynamic shared memory", bytes,
-                  static_cast<int>(place.offset) - static_cast<int>(window.dynamic_offset), window.dynamic_size);
+    beyond_shared(window, place.offset, bytes, write ? "write" : "read", site);
 }
 
 // Everything but race detection; false when the access is not to shared memory or there is no one to check.
@@ -41,7 +40,7 @@ bool common_checks(const void* pointer, std::size_t bytes, bool write, CallSite 
     if (group.checks.bounds) group.launch->bounds.check(pointer, bytes, write, site);
     return false;
   }
-  if (group.checks.bounds) check_shared_bounds(place, static_cast<u32>(bytes), site);
+  if (group.checks.bounds) check_shared_bounds(place, static_cast<u32>(bytes), write, site);
   if (place.block != &block && place.block->live == 0)
     fatal(site, "access to the shared memory of cluster rank %u, whose threads have all exited",
           place.block->view.rank_in_cluster);

@@ -57,15 +57,25 @@ extern "C" __global__ void named_barrier(float* y, int fault) {
   y[threadIdx.x] = values[127 - threadIdx.x];
 }
 
+__device__ float last_of(const float* end, int beyond) {
+  return end[beyond - 1];  // through a pointer
+}
+
+__device__ void store_at(float* begin, int offset, float value) {
+  begin[offset] = value;  // stored through a pointer
+}
+
 extern "C" __global__ void bounds(const float* x, float* y, int n, int fault) {
   extern __shared__ float dynamic[];
   __shared__ float fixed[32];
+  __shared__ __align__(16) float other[4], third[5];
   const int i = static_cast<int>(threadIdx.x);
   const bool last = i == n - 1;
   float local[4];
   for (int k = 0; k < 4; ++k) local[k] = x[i] * static_cast<float>(k);
   dynamic[i] = x[i];
   if (i < 32) fixed[i] = x[i];
+  if (i < 4) third[i] = other[i] = x[i];
   __syncthreads();
   float sum = 0.0f;
   sum += dynamic[last && fault == 1 ? n + 3 : i];          // dynamic shared
@@ -73,5 +83,9 @@ extern "C" __global__ void bounds(const float* x, float* y, int n, int fault) {
   sum += local[last && fault == 3 ? 5 : i % 4];            // local array
   sum += x[last && fault == 4 ? n : i];                    // read global
   if (last && fault == 5) y[-1] = sum;                     // write global
+  sum += last_of(fixed + 32, last && fault == 6);
+  sum += last_of(other + 4, last && fault == 7) + last_of(third + 4, last && fault == 8 ? 2 : 0);
+  __syncthreads();
+  if (last) store_at(other, fault == 9 ? 4 : 0, sum);
   y[i] = sum;
 }
