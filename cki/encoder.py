@@ -23,6 +23,7 @@ from cki.errors import InvalidArgumentError
 from cki.operand import dense
 from cki.ops.embedding import validate_ids
 from cki.ops.encoder_blocks import tile_length
+from cki.ops.encoder_inputs import validate_offsets
 from cki.ops.encoder_model import encoder_spec, model_memory, weight_names
 from cki.ops.linear import WeightLayout
 from cki.ops.spec import Problem
@@ -114,8 +115,8 @@ class Encoder:
         out: where to write the result.
 
         Returns [batch, seq, hidden] of the weights' type, in the framework of the ids.  An id outside its table counts
-        as zeros; with CKI_VALIDATE=1 it raises.  Raises InvalidArgumentError, InvalidTypeError or DeviceError before
-        any launch, with every rule that is broken.
+        as zeros, offsets beyond the tokens are cut off; with CKI_VALIDATE=1 both raise.  Raises InvalidArgumentError,
+        InvalidTypeError or DeviceError before any launch, with every rule that is broken.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, lengths, cu_seqlens, workspace)
         return self._run(inputs, self._attributes(None, False, max_seqlen), out, stream)
@@ -222,8 +223,11 @@ class Encoder:
 
     def _run(self, inputs: tuple[Any, ...], attributes: tuple[Any, ...], out: Any, stream: Any) -> Any:
         if settings.flag("CKI_VALIDATE"):
-            ids, _, types, positions = inputs[:4]
+            ids, _, types, positions, _, offsets, _ = inputs
             v = self._views
+            if offsets is not None:
+                longest = self.config.max_tokens if positions is None else None
+                validate_offsets(offsets, int(ids.shape[0]), longest)
             validate_ids(ids, v["words"], v["positions"], types, v.get("types"), positions)
         return self._forward.run(inputs, attributes, out, stream)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cki import dtypes
+from cki import config, dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.heuristics.linear import ACTIVATIONS
@@ -31,6 +31,7 @@ from cki.ops.encoder_blocks import (
     plan_feed_forward,
     tile_length,
 )
+from cki.ops.encoder_inputs import validate_offsets
 from cki.ops.linear import Activation, WeightLayout, check_linear, check_vector
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import Plan
@@ -66,12 +67,14 @@ def fused_attention(
     causal: query i sees keys up to i.  scale: default 1/sqrt(head_dim).  epsilon: added to the norm's variance.
     cu_seqlens: i32 or i64 [batch + 1], for sequences packed one behind the other without padding: x is
         [tokens, hidden], sequence b its rows from cu_seqlens[b] up to cu_seqlens[b + 1]; no mask.  Read on the device,
-        so a captured graph serves other lengths.  max_seqlen: the longest, if known: a hint for speed.
+        so a captured graph serves other lengths; CKI_VALIDATE=1 checks it.  max_seqlen: the longest, if known: a hint
+        for speed.
     out: where to write y; apart from the inputs.
 
     Returns y of x's shape and type.  A query that sees no key attends to nothing: A is bo.
     Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
     """
+    _validate(x, cu_seqlens)
     return call(
         FUSED_ATTENTION, (x, wq, wk, wv, wo, gamma, beta, bq, bk, bv, bo, mask, cu_seqlens),
         (
@@ -106,6 +109,7 @@ def encoder_layer(
     Returns y of x's shape and type.
     Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
     """
+    _validate(x, cu_seqlens)
     return call(
         ENCODER_LAYER,
         (
@@ -118,6 +122,12 @@ def encoder_layer(
         ),
         (out,), stream,
     )  # fmt: skip
+
+
+def _validate(x: Any, cu_seqlens: Any) -> None:
+    """CKI_VALIDATE=1 looks at the offsets of packed sequences."""
+    if cu_seqlens is not None and config.flag("CKI_VALIDATE"):
+        validate_offsets(cu_seqlens, int(x.shape[0]))
 
 
 def _attention_block(problem: Problem, gamma: str, beta: str, *, residual: bool) -> AttentionBlock:

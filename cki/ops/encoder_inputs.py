@@ -5,10 +5,16 @@ Both are single small launches, planned into the whole model's plan (`cki.ops.en
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from cki import dtypes
 from cki.dtypes import DType
+from cki.errors import InvalidArgumentError
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
+from cki.ops.validate import host_values
 from cki.plan import ArgumentValue, NullPointer, Step
 
 #: Element types of a mask [batch, seq] and of lengths [batch].
@@ -55,6 +61,24 @@ def plan_token_positions(
     )  # fmt: skip
     reason = f"a warp for each of {sequences} sequences"
     return (Step(kernel, (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),)
+
+
+def validate_offsets(cu_seqlens: Any, tokens: int, longest: int | None = None) -> None:
+    """Raise InvalidArgumentError for offsets of packed sequences that fall, lie outside 0..tokens, or leave a sequence
+    of more than `longest` tokens, after waiting for the device."""
+    values = host_values(cu_seqlens, "cu_seqlens").astype(np.int64)
+    lengths, problems = np.diff(values), []
+    if values[0] < 0 or values[-1] > tokens:
+        problems.append(f"cu_seqlens goes from {values[0]} to {values[-1]}, there are {tokens} tokens")
+    if (lengths < 0).any():
+        first = int(np.argmax(lengths < 0))
+        problems.append(f"cu_seqlens falls from {values[first]} to {values[first + 1]}")
+    elif longest is not None and lengths.max(initial=0) > longest:
+        problems.append(f"a sequence has {lengths.max()} tokens, the model has positions for {longest}")
+    if problems:
+        raise InvalidArgumentError(
+            "offsets of packed sequences", problems, "0 <= cu_seqlens[b] <= cu_seqlens[b + 1]"
+        )
 
 
 def mask_kernel(source: DType | None, *, lengths: bool = False) -> KernelSpec:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.torch
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 LENGTHS = np.array([9, 4, 1])
+OFFSETS = np.array([0, 7, 7, 40, 41, 46])
 MASK = (np.arange(9) < LENGTHS[:, None]).astype(np.int64)
 
 
@@ -168,10 +169,12 @@ def test_every_schedule_gives_the_same_bits_and_no_fault():
     with cki.device("sim"):
         encoder = cki.Encoder.from_weights({n: v.astype(np.float16) for n, v in state.items()}, ROBERTA)
         ids = some_ids(ROBERTA)
-        first = encoder.embed(ids, MASK)
+        packed = {"input_ids": np.random.default_rng(5).integers(2, 97, 48), "cu_seqlens": OFFSETS}
+        first, second = encoder.embed(ids, MASK), encoder.embed(**packed)
         for seed in (1, 2):
             with cki.sim.checks(adversarial=True, hazards=True, races=True, seed=seed):
                 assert np.array_equal(first, encoder.embed(ids, MASK))
+                assert np.array_equal(second, encoder.embed(**packed))
 
 
 def test_memory_does_not_grow_with_layers_and_grows_linearly_with_tokens():
@@ -202,8 +205,6 @@ def test_a_forward_pass_is_seven_launches_a_layer_and_two_more(device):
 
 
 # --- packed sequences -------------------------------------------------------------------------------------------------
-
-OFFSETS = np.array([0, 7, 7, 40, 41, 46])
 
 
 @pytest.mark.parametrize("config", [CONFIG, ROBERTA], ids=["bert", "roberta"])
@@ -284,6 +285,25 @@ def test_weights_are_used_where_they_lie_and_never_changed(device):
     bias += 1
     after = device.numpy(encoder(ids, mask)).astype(np.float32)
     assert np.allclose(after[MASK > 0], before[MASK > 0] + 1, atol=4e-3)
+
+
+def test_read_only_weights_at_any_address(device):
+    """As a memory-mapped file has them: at multiples of the element's size and no more."""
+    if device.kind != "sim":
+        pytest.skip("NumPy alone has read-only arrays")
+    _, state = random_model(CONFIG)
+    weights = {}
+    for name, value in state.items():
+        memory = np.zeros(value.nbytes // 4 + 2, np.uint8)
+        start = 2 - memory.ctypes.data % 4
+        odd = memory[start : start + value.size * 2].view(np.float16).reshape(value.shape)
+        odd[...] = value
+        odd.flags.writeable = False
+        weights[name] = odd
+    ids = some_ids(CONFIG)
+    got = cki.Encoder.from_weights(weights, CONFIG)(ids, MASK)
+    expected = cki.Encoder.from_weights(on(device, state, np.float16), CONFIG)(ids, MASK)
+    assert np.array_equal(got[MASK > 0], expected[MASK > 0])
 
 
 def test_conversion_is_asked_for(device):
@@ -427,5 +447,9 @@ def test_other_bad_arguments(small, monkeypatch):
         monkeypatch.setenv("CKI_VALIDATE", "1")
         with pytest.raises(InvalidArgumentError, match="token_ids holds 97"):
             small(np.full((1, 3), 97))
+        with pytest.raises(
+            InvalidArgumentError, match="a sequence has 41 tokens, the model has positions for 40"
+        ):
+            small(np.zeros(41, np.int64), cu_seqlens=np.array([0, 41]))
     with cki.device("cuda"), pytest.raises(DeviceError, match="are on cpu, but the current device is cuda"):
         small(ids)

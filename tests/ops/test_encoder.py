@@ -425,6 +425,24 @@ def test_packed_sequences_that_are_none(device):
         assert caught.value.problems == problems
 
 
+@pytest.mark.parametrize(
+    ("offsets", "problem"),
+    [
+        ([-1, 6], "cu_seqlens goes from -1 to 6, there are 6 tokens"),
+        ([0, 7], "cu_seqlens goes from 0 to 7, there are 6 tokens"),
+        ([0, 4, 3, 6], "cu_seqlens falls from 4 to 3"),
+    ],
+)
+def test_wrong_offsets_raise_when_asked_to(device, monkeypatch, offsets, problem):
+    monkeypatch.setenv("CKI_VALIDATE", "1")
+    layer, x = Layer(F16), device.array(normal((6, 48), F16, 20))
+    weights = on(device, layer.weights).values()
+    with pytest.raises(InvalidArgumentError) as caught:
+        cki.encoder_layer(x, *weights, **layer.options, cu_seqlens=device.array(np.array(offsets)))
+    assert caught.value.problems == (problem,)
+    cki.encoder_layer(x, *weights, **layer.options, cu_seqlens=device.array(np.array([0, 2, 2, 6])))
+
+
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
