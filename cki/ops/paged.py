@@ -31,9 +31,12 @@ from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 _PARAMS = "P" * 13 + "q" * 20 + "i" * 9 + "f" * 4
-_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 9
+_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 7
 _LOG2E = math.log2(math.e)
 _PARTIALS = "partials"
+_MAX_BLOCKS_Y = 65535
+#: Lines of block tables that are fetched while lengths are awaited.
+_MOST_TABLE_LINES = 1024
 #: Architectures where one launch cannot begin before the one ahead of it has ended.
 _SERIAL_ARCHS = ("sm_80", "sm_89")
 Choice = Callable[[DecodeShape, DeviceInfo], DecodeConfig]
@@ -134,7 +137,8 @@ def plan_paged_attention(
         batch, rows, kv_heads, head_dim, value_dim, itemsize, token_scales, max(batch, most_tiles), deterministic
     )  # fmt: skip
     chosen = choose(shape, device)
-    units = batch * kv_heads * -(-rows // chosen.rows)
+    row_blocks = -(-rows // chosen.rows)
+    units = kv_heads * row_blocks  # of a sequence
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or alibi_slopes is not None or scale <= 0
     merge_here = chosen.split and counters is not None
@@ -143,7 +147,8 @@ def plan_paged_attention(
     dense_out = out.strides[3] == 1 and value_dim % 4 == 0 and out.is_aligned(min(16, 4 * out.dtype.itemsize))
     common: dict[str, Any] = {
         "Element": q.dtype, "LengthIndex": lengths.dtype, "kPaging": paging, "kLimitLeft": left >= 0,
-        "kRows": chosen.rows, "kValueDim": value_dim, "kPaddedValueDim": padded_dim(value_dim, itemsize),
+        "kRows": chosen.rows, "kRowBlocks": row_blocks, "kGroup": group, "kValueDim": value_dim,
+        "kPaddedValueDim": padded_dim(value_dim, itemsize),
         "kDenseOut": dense_out, "kProgrammatic": programmatic,
     }  # fmt: skip
     archs = tuple(
@@ -156,6 +161,7 @@ def plan_paged_attention(
         kHeadDim=head_dim, kPaddedDim=padded_dim(head_dim, itemsize),
         kRowTiles=chosen.row_tiles, kStages=chosen.stages, kMinBlocks=chosen.min_blocks, kSplit=chosen.split,
         kMergeHere=merge_here, kTokenScales=token_scales, kWholeTiles=paging > 0 or block_size % TILE_KEYS == 0,
+        kBlockShift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
         kCopyBytes=copy_bytes(k, v), kQueryPairs=q.strides[3] == 1 and head_dim % 2 == 0 and q.is_aligned(4),
         kSoftcap=softcap > 0, kAlibi=alibi_slopes is not None, kScaleFirst=scale_first, **common,
     )  # fmt: skip
@@ -170,43 +176,52 @@ def plan_paged_attention(
 
     k_strides, v_strides = ((0, *t.strides[:-1])[-3:] for t in (k, v))
     table_strides = (0, 0) if block_table is None else block_table.strides
-    sizes = (capacity, batch, queries, kv_heads, group, max(left, 0), chosen.together, chosen.least_positions)
+    passes = units // chosen.together if chosen.split else 1
+    sizes = (capacity, batch, queries, kv_heads, max(left, 0), passes, chosen.least_positions)
     sinks_stride = 0 if sinks is None else sinks.strides[0]
     arguments: tuple[ArgumentValue, ...] = (
         q, k, v, out, *optional(lse, block_table), lengths, *optional(*(scales or (None, None)), sinks, alibi_slopes),
         partials, *optional(counters), *q.strides, *out.strides, *k_strides, *v_strides, *table_strides,
         lengths.strides[0], sinks_stride, 0 if alibi_slopes is None else alibi_slopes.strides[0],
-        min(k.shape[0], 2**31 - 1), block_size, *sizes, scale, _LOG2E if scale_first else scale * _LOG2E, softcap,
+        min(k.shape[0], 2**31 - 1), block_size, _table_lines(block_table), *sizes,
+        scale, _LOG2E if scale_first else scale * _LOG2E, softcap,
         2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
-    blocks = chosen.blocks if chosen.split else units
-    if max(blocks, units) >= 2**31:
-        raise UnsupportedError(
-            f"paged_attention: {units} blocks", ["a grid holds 2**31 - 1 blocks"], "a smaller batch"
-        )
+    grid = (chosen.together, chosen.groups, 1)
+    if not chosen.split:
+        grid = (units, min(batch, _MAX_BLOCKS_Y), -(-batch // _MAX_BLOCKS_Y))
+    if grid[2] > _MAX_BLOCKS_Y:
+        raise UnsupportedError(f"paged_attention: batch {batch}", ["at most 65535**2 sequences"], "a smaller batch")
     reason = (
         f"{chosen.rows} rows, {chosen.warps} warps of {chosen.stages} stages, "
         f"copies of {kernel.constant('kCopyBytes')} bytes, "
         f"{f'{chosen.groups} equal groups of {chosen.together} blocks' if chosen.split else 'a block a unit'}"
     )
     threads = (chosen.threads, 1, 1)
-    steps = [Step(kernel, (blocks, 1, 1), threads, arguments, chosen.shared_memory(shape), reason=reason)]
+    steps = [Step(kernel, grid, threads, arguments, chosen.shared_memory(shape), reason=reason)]
     if chosen.split and not merge_here and chosen.groups > 1:
         merge = kernel_spec(
             "attention/decode_merge.cu", "merge_partials", _MERGE_PARAMS, archs=archs, kWarps=MERGE_WARPS, **common
         )
         merge_arguments: tuple[ArgumentValue, ...] = (
             partials, out, *optional(lse), lengths, *optional(sinks), *out.strides, lengths.strides[0], sinks_stride,
-            chosen.groups, *sizes,
+            *sizes,
         )  # fmt: skip
-        grid = ((chosen.groups - 1) * chosen.together, 1, 1)
         steps.append(
             Step(
-                merge, grid, (MERGE_WARPS * 32, 1, 1), merge_arguments, chosen.schedule_bytes(batch),
-                programmatic=programmatic, reason="units of several blocks",
+                merge, (chosen.together, chosen.groups - 1, 1), (MERGE_WARPS * 32, 1, 1), merge_arguments,
+                chosen.schedule_bytes(batch), programmatic=programmatic, reason="units of several blocks",
             )
         )  # fmt: skip
     return Plan(tuple(steps), workspace)
+
+
+def _table_lines(table: Operand | None) -> int:
+    """Lines of 128 bytes of one sequence's row that the kernel fetches before it knows which it needs; 0 for none."""
+    if table is None or table.strides[1] != 1:
+        return 0
+    lines = -(-table.shape[1] * table.dtype.itemsize // 128)
+    return lines if lines * table.shape[0] <= _MOST_TABLE_LINES else 0
 
 
 def plan_problem(

@@ -56,8 +56,9 @@ using Stage = StageLayout<Keys, Values, kTokenScales>;
 using Rows = DecodeRows<Stage, kRowTiles, Features>;
 using State = StateLayout<kRows, kPaddedValueDim>;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
-using Source = KeySource<Stage, TableIndex, kPaging, kWholeTiles, kCopyBytes, kPrefetch, kHeadDim, kValueDim>;
-using Result = DecodeResult<Element, kValueDim, kDenseOut>;
+using Source =
+    KeySource<Stage, TableIndex, kPaging, kWholeTiles, kBlockShift, kCopyBytes, kPrefetch, kHeadDim, kValueDim>;
+using Result = DecodeResult<Element, kValueDim, kGroup, kDenseOut>;
 
 // Shared memory: rings, a state a warp, then the schedule.
 constexpr int kRingBytes = kWarps * kStages * Stage::kBytes;
@@ -73,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                     i64 out_batch, i64 out_query, i64 out_head, i64 out_dim,                 //
                     i64 k_block, i64 k_token, i64 k_head, i64 v_block, i64 v_token, i64 v_head,
                     i64 table_batch, i64 table_column, i64 lengths_stride, i64 sinks_stride, i64 slopes_stride,
-                    i64 num_blocks, int block_size, int capacity, int batch, int queries, int kv_heads, int group,
-                    int left, int together, int least_positions, float scale, float exponent_scale, float softcap,
+                    i64 num_blocks, int block_size, int table_lines, int capacity, int batch, int queries, int kv_heads,
+                    int left, int passes, int least_positions, float scale, float exponent_scale, float softcap,
                     float softcap_rate) {
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ int arrived_last;
@@ -85,30 +86,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
   if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
 
-  const int total_rows = queries * group;
-  const int row_blocks = (total_rows + kRows - 1) / kRows;
-  const int units = kv_heads * row_blocks;  // of a sequence
-  const int block = static_cast<int>(blockIdx.x);
+  const int total_rows = queries * kGroup;
+  const int units = kv_heads * kRowBlocks;  // of a sequence
+  const int together = static_cast<int>(gridDim.x), beside = static_cast<int>(blockIdx.x);
+  const int group_of_blocks = kSplit ? static_cast<int>(blockIdx.y) : 0;
+  const int single = kSplit ? 0 : static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);  // the sequence, unsplit
+  if (single >= batch) return;
+  if constexpr (kPaging == 0) {  // small tables come to L2 while the lengths are awaited
+    const int line = (group_of_blocks * together + beside) * kThreads + thread;
+    if (line < batch * table_lines)
+      ptx::prefetch_global_l2(block_table + (line / table_lines) * table_batch +
+                              line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
+  }
   const Lengths key_lengths{lengths, lengths_stride, capacity, queries, left};
 
   // What this block does: its unit of each sequence that its group walks over.
   int* tables = reinterpret_cast<int*>(states + kWarps * State::kFloats);
-  Schedule schedule{tables, tables + (kSplit ? batch : 1), 0, kSplit ? batch : 1, kSplit ? units / together : units, 0};
-  const int group_of_blocks = kSplit ? block / together : 0;
-  const int beside = kSplit ? block - group_of_blocks * together : 0;
-  Cursor walk;
+  const int sequences = kSplit ? batch : 1;
+  Schedule schedule{tables, tables + sequences, single, sequences, passes, 0};
+  schedule.measure<kThreads>(key_lengths);
+  Cursor walk{0, 0, 0, schedule.tiles(0)};
   if constexpr (kSplit) {
-    schedule.measure<kThreads>(key_lengths);
-    schedule.cut(static_cast<int>(gridDim.x) / together, least_positions);
+    schedule.cut(static_cast<int>(gridDim.y), least_positions);
     const i64 begin = static_cast<i64>(group_of_blocks) * schedule.chunk;
     if (begin >= schedule.positions()) return;
     walk = Cursor::at(schedule, static_cast<int>(begin), schedule.chunk);
-  } else {
-    schedule.base = block / units;
-    schedule.measure<kThreads>(key_lengths);
-    walk = {0, block - schedule.base * units, 0, schedule.tiles(0)};
   }
-  const auto unit_at = [&](int pass) { return kSplit ? pass * together + beside : pass; };
+  const auto unit_at = [&](int pass) { return pass * together + beside; };
 
   const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
                       table_batch, table_column, num_blocks, block_size, kv_heads};
@@ -116,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0};
     const int keys = schedule.keys[at.sequence];
     const int sequence = schedule.base + at.sequence;
-    return source.find(sequence, unit_at(at.pass) / row_blocks, (key_lengths.first_tile(keys) + at.tile) * kTileKeys,
+    return source.find(sequence, unit_at(at.pass) / kRowBlocks, (key_lengths.first_tile(keys) + at.tile) * kTileKeys,
                        key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
   };
 
@@ -147,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   };
 
   const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
-                      kv_heads * group, group};
+                      kv_heads * kGroup};
   const LogitRules rules{scale, softcap, softcap_rate, 0, 0};
   const float slack = Rows::kSlack / exponent_scale;
   int stage = 0;
@@ -159,12 +163,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int length = min(tiles - walk.tile, walk.remaining);  // of this unit in this block
     const int sequence = schedule.base + walk.sequence;
     const int unit = unit_at(walk.pass);
-    const int kv_head = unit / row_blocks;
-    const int first_row = (unit - kv_head * row_blocks) * kRows;
+    const int kv_head = unit / kRowBlocks;
+    const int first_row = (unit - kv_head * kRowBlocks) * kRows;
     const int keys = schedule.keys[walk.sequence];
     const int rows = min(kRows, total_rows - first_row);
-    const auto query_of = [&](int row) { return (first_row + row) / group; };
-    const auto head_of = [&](int row) { return kv_head * group + (first_row + row) % group; };
+    const auto query_of = [&](int row) { return (first_row + row) / kGroup; };
+    const auto head_of = [&](int row) { return kv_head * kGroup + (first_row + row) % kGroup; };
 
     Rows state;
     state.template begin<kQueryPairs>(

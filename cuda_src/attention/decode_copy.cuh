@@ -41,9 +41,9 @@ struct TilePlace {
   __device__ __forceinline__ bool all_valid() const { return valid == kTileKeys * 32; }
 };
 
-// kPrefetch: cp_async's hint, of 16-byte copies.
-template <class Stage, class TableIndex, int kPaging, bool kWholeTiles, int kCopyBytes, int kPrefetch, int kHeadDim,
-          int kValueDim>
+// kBlockShift: block_size is 2 to this power; negative for others. kPrefetch: cp_async's hint, of 16-byte copies.
+template <class Stage, class TableIndex, int kPaging, bool kWholeTiles, int kBlockShift, int kCopyBytes, int kPrefetch,
+          int kHeadDim, int kValueDim>
 struct KeySource {
   using Element = typename Stage::Keys::Element;
   static constexpr bool kLookUpKeys = kPaging == 0 && !kWholeTiles;
@@ -68,9 +68,8 @@ struct KeySource {
     if constexpr (kPaging == 1) found.block = sequence;
     if constexpr (kPaging == 2) found.block = offset;
     if constexpr (kPaging == 0 && kWholeTiles) {
-      const int column = first / block_size;
-      found.place = first - column * block_size;
-      found.block = existing(entry(sequence, column));
+      found.place = place_of(first);
+      found.block = existing(entry(sequence, column_of(first)));
     }
     return found;
   }
@@ -87,10 +86,10 @@ struct KeySource {
   __device__ __forceinline__ TableIndex look_up(const TilePlace& at) const {
     const int row = static_cast<int>(threadIdx.x) % kTileKeys;
     const bool valid = row >= at.first_valid() && row < at.end_valid();
-    return valid ? entry(at.sequence, (at.place + row) / block_size) : TableIndex{-1};
+    return valid ? entry(at.sequence, column_of(at.place + row)) : TableIndex{-1};
   }
   __device__ __forceinline__ TilePlace of_key(TilePlace at, TableIndex entry) const {
-    at.place = (at.place + static_cast<int>(threadIdx.x) % kTileKeys) % block_size;
+    at.place = place_of(at.place + static_cast<int>(threadIdx.x) % kTileKeys);
     at.block = existing(entry);
     return at;
   }
@@ -111,6 +110,15 @@ struct KeySource {
   }
 
  private:
+  // Where a sequence's key lies: the column of the table and the place in the block.
+  __device__ __forceinline__ int column_of(int key) const {
+    if constexpr (kBlockShift >= 0) return key >> kBlockShift;
+    return key / block_size;
+  }
+  __device__ __forceinline__ int place_of(int key) const {
+    if constexpr (kBlockShift >= 0) return key & ((1 << kBlockShift) - 1);
+    return key % block_size;
+  }
   __device__ __forceinline__ TableIndex entry(int sequence, int column) const {
     return block_table[sequence * table_batch + column * table_column];
   }

@@ -1,7 +1,6 @@
 // The second launch of decode.cu where its blocks do not merge themselves: units that several blocks shared.
 //
-// Units are shared where the line of work was cut. Block (c - 1) * together + j looks at cut c of the units j of all
-// sequences: it finds out from the lengths, exactly as the first launch did, which unit the cut went through, which
+// Units are shared where the line of work was cut. Block (j, c - 1) looks at cut c of the units j of all sequences: it finds out from the lengths, exactly as the first launch did, which unit the cut went through, which
 // blocks shared that and where their parts lie (decode_schedule.cuh). The blocks of a unit's cuts share its rows. Parts
 // are combined in order and the result is written; what one block had is written already.
 //
@@ -20,24 +19,23 @@ using namespace cki::attention;
 constexpr int kThreads = 32 * kWarps;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
 using State = StateLayout<kRows, kPaddedValueDim>;
-using Result = DecodeResult<Element, kValueDim, kDenseOut>;
+using Result = DecodeResult<Element, kValueDim, kGroup, kDenseOut>;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_partials(const float* partials, Element* out, float* lse, const LengthIndex* __restrict__ lengths,
                    const float* __restrict__ sinks, i64 out_batch, i64 out_query, i64 out_head, i64 out_dim,
-                   i64 lengths_stride, i64 sinks_stride, int groups, int capacity, int batch, int queries, int kv_heads,
-                   int group, int left, int together, int least_positions) {
+                   i64 lengths_stride, i64 sinks_stride, int capacity, int batch, int queries, int kv_heads, int left,
+                   int passes, int least_positions) {
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ __align__(16) float scratch[kWarps * State::kPitch];
   int* tables = reinterpret_cast<int*>(smem);
 
-  const int total_rows = queries * group;
-  const int row_blocks = (total_rows + kRows - 1) / kRows;
-  const int cut = static_cast<int>(blockIdx.x) / together + 1;
-  const int beside = static_cast<int>(blockIdx.x) % together;
-  Schedule schedule{tables, tables + batch, 0, batch, kv_heads * row_blocks / together, 0};
+  const int total_rows = queries * kGroup;
+  const int together = static_cast<int>(gridDim.x), beside = static_cast<int>(blockIdx.x);
+  const int cut = static_cast<int>(blockIdx.y) + 1;
+  Schedule schedule{tables, tables + batch, 0, batch, passes, 0};
   schedule.measure<kThreads>(Lengths{lengths, lengths_stride, capacity, queries, left});
-  schedule.cut(groups, least_positions);
+  schedule.cut(static_cast<int>(gridDim.y) + 1, least_positions);
   if constexpr (kProgrammatic) ptx::griddepcontrol_wait();
 
   const i64 position = static_cast<i64>(cut) * schedule.chunk;
@@ -48,10 +46,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int parts = schedule.sharing_groups(unit_begin, schedule.tiles(at.sequence));
   const int rank = cut - schedule.first_group(unit_begin) - 1;  // among the unit's parts - 1 cuts
   const int unit = at.pass * together + beside;
-  const int kv_head = unit / row_blocks;
-  const int first_row = (unit - kv_head * row_blocks) * kRows;
+  const int kv_head = unit / kRowBlocks;
+  const int first_row = (unit - kv_head * kRowBlocks) * kRows;
   const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
-                      kv_heads * group, group};
+                      kv_heads * kGroup};
   combine_parts<State, kWarps>(
       parts, rank, parts - 1, min(kRows, total_rows - first_row), scratch,
       [&](int i, int row) {

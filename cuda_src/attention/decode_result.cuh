@@ -10,7 +10,7 @@ namespace cki::attention {
 
 // out [batch, queries, heads, dim] by strides; lse [batch, heads, queries] fp32, dense, may be null; sinks [heads], may
 // be null. kDense: columns follow one another, four are a vector, and rows begin at multiples of it.
-template <class Element, int kValueDim, bool kDense>
+template <class Element, int kValueDim, int kGroup, bool kDense>
 struct DecodeResult {
   Element* out;
   float* lse;
@@ -19,12 +19,11 @@ struct DecodeResult {
   i64 sinks_stride;
   int queries;
   int heads;
-  int group;
 
-  // Row `row` of a KV head's queries * group. One warp calls it.
+  // Row `row` of a KV head's queries * kGroup. One warp calls it.
   template <class Row>
   __device__ __forceinline__ void write(int sequence, int kv_head, int row, const Row& total) const {
-    const int query = row / group, head = kv_head * group + row % group;
+    const int query = row / kGroup, head = kv_head * kGroup + row % kGroup;
     const RowEnd end(total.reference, total.sum, sinks == nullptr ? negative_infinity() : sinks[head * sinks_stride]);
     Element* target = out + sequence * out_batch + query * out_query + head * out_head;
     constexpr int kVectors = static_cast<int>(sizeof(total.values) / sizeof(float4));

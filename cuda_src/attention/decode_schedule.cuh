@@ -126,8 +126,8 @@ struct Schedule {
   template <class Lengths>
   __device__ __forceinline__ int add_up(const Lengths& lengths, int i, int count, int sum) {
     int running = i < sequences ? lengths.tiles(count) : 0;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
+#pragma unroll 1
+    for (int distance = 1; distance < 32 && distance < sequences; distance *= 2) {
       const int lower = __shfl_up_sync(kFullWarp, running, distance);
       if (static_cast<int>(threadIdx.x) >= distance) running += lower;
     }
@@ -154,7 +154,7 @@ struct Cursor {
     found.sequence = schedule.sequence_at(position);
     const int tiles = schedule.tiles(found.sequence);
     const int within = position - schedule.before[found.sequence] * schedule.passes;
-    found.pass = within / tiles;
+    found.pass = schedule.passes > 1 ? within / tiles : 0;
     found.tile = within - found.pass * tiles;
     found.remaining = min(most, schedule.positions() - position);
     return found;
