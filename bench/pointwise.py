@@ -28,6 +28,7 @@ from cki.device import cuda_device
 from cki.heuristics.norm import RowConfig, RowShape, candidates
 from cki.heuristics.pointwise import TileConfig, tile_config
 from cki.ops.call import call
+from cki.ops.norm_quantize import RMS_NORM_QUANTIZE, plan_norm_quantize
 from cki.ops.pointwise import BIAS_ACTIVATION, GATED_ACTIVATION, plan_bias_activation, plan_gated_activation
 from cki.ops.pointwise_dropout import DROPOUT_ADD, plan_dropout_add
 from cki.ops.pointwise_quantize import QUANTIZE_FP8, plan_quantize_fp8
@@ -68,18 +69,9 @@ def _functional() -> Any:
     return torch.nn.functional
 
 
-def _torch_swiglu(x: Any, _: Any) -> object:
-    gate, up = x.chunk(2, -1)
-    return _functional().silu(gate) * up
-
-
-def _torch_geglu(x: Any, _: Any) -> object:
-    gate, up = x.chunk(2, -1)
-    return _functional().gelu(gate) * up
-
-
-def _torch_interleaved(x: Any, _: Any) -> object:
-    return _functional().silu(x[..., ::2]) * x[..., 1::2]
+def _torch_gated(x: Any, activation: str, layout: str) -> object:
+    gate, up = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
+    return getattr(_functional(), activation)(gate) * up
 
 
 def _torch_quantize(x: Any, block: int) -> object:
@@ -96,10 +88,16 @@ def _torch_quantize_tensor(x: Any, scale: Any) -> object:
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def _gated(activation: str, layout: str, torch_call: Callable[..., object]) -> Op:
+def _torch_add_rms_norm_quantize(x: Any, weight: Any, residual: Any) -> object:
+    total = x + residual
+    return _torch_quantize(_functional().rms_norm(total, total.shape[-1:], weight, 1e-6), x.shape[-1]), total
+
+
+def _gated(activation: str, layout: str) -> Op:
     options: dict[str, Any] = {"activation": activation, "layout": layout}
     return Op(
-        GATED_ACTIVATION, (activation, layout), ("wide", None), ("y",), torch_call,
+        GATED_ACTIVATION, (activation, layout), ("wide", None), ("y",),
+        lambda x, _: _torch_gated(x, **options),
         lambda x, _: (reference.gated_activation(x, **options),),
         lambda p, o, d, c: plan_gated_activation(p["x"], p.get("bias"), o["out"], d, **options, config=c),
     )  # fmt: skip
@@ -128,9 +126,9 @@ def _quantize(granularity: str, scale: str) -> Op:
 
 
 OPS: dict[str, Op] = {
-    "swiglu": _gated("silu", "gate_first", _torch_swiglu),
-    "swiglu_interleaved": _gated("silu", "interleaved", _torch_interleaved),
-    "geglu": _gated("gelu", "gate_first", _torch_geglu),
+    "swiglu": _gated("silu", "gate_first"),
+    "swiglu_interleaved": _gated("silu", "interleaved"),
+    "geglu": _gated("gelu", "gate_first"),
     "bias_gelu": Op(
         BIAS_ACTIVATION, ("gelu",), ("x", "vector", None), ("y",), lambda x, bias, _: _functional().gelu(x + bias),
         lambda x, bias, _: (reference.bias_activation(x, bias),),
@@ -150,6 +148,14 @@ OPS: dict[str, Op] = {
     "quantize_row": _quantize("row", "rows"),
     "quantize_block128": _quantize("block128", "blocks"),
     "quantize_tensor": _quantize("tensor", ""),
+    "add_rms_norm_quantize": Op(
+        RMS_NORM_QUANTIZE, ("row", "e4m3", 1e-6, "rounded", 0.0), ("x", "vector", "x"), ("codes", "rows", "y"),
+        _torch_add_rms_norm_quantize, lambda x, w, residual: reference.rms_norm_quantize(x, w, residual=residual),
+        lambda p, o, d, c: plan_norm_quantize(
+            p["x"], (p["weight"], None), o["out"], o["scale_out"], d, centred=False, residual=p["residual"],
+            residual_out=o["residual_out"], config=c,
+        ),
+    ),
     "dropout_add": Op(
         DROPOUT_ADD, (_P,), ("x", "x", "bits", "bits"), ("y",),
         lambda x, residual, *_: _functional().dropout(x, _P) + residual,
@@ -183,7 +189,7 @@ class Problem(NamedTuple):
     @property
     def in_rows(self) -> bool:
         """Whether the kernel holds whole rows (a RowConfig), not tiles of them (a TileConfig)."""
-        return self.op in ("softmax", "quantize_row")
+        return self.op in ("softmax", "quantize_row", "add_rms_norm_quantize")
 
 
 def configurations(problem: Problem, device: Any) -> list[RowConfig | TileConfig]:
@@ -192,10 +198,19 @@ def configurations(problem: Problem, device: Any) -> list[RowConfig | TileConfig
     size = 16 // itemsize
     while problem.width % size:
         size //= 2
-    if problem.in_rows:
-        shape = RowShape(problem.rows, problem.width, size, itemsize, weights=0)
-        return [config for config in candidates(shape, device) if not config.prefetch]
     op = OPS[problem.op]
+    if problem.in_rows:
+        norm = "vector" in op.inputs
+        shape = RowShape(
+            problem.rows,
+            problem.width,
+            size,
+            itemsize,
+            inputs=op.inputs.count("x"),
+            weights=int(norm),
+            centred=norm,
+        )
+        return [config for config in candidates(shape, device) if not config.prefetch]
     inputs = 2 if "wide" in op.inputs or op.inputs.count("x") == 2 else 1
     few = 4 if "vector" in op.inputs or op.spec in (QUANTIZE_FP8, DROPOUT_ADD) else 5
     lanes = 128 // size if problem.op == "quantize_block128" else 1

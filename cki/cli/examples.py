@@ -108,6 +108,14 @@ def _quantize() -> list[Mapping[str, Any]]:
     ]
 
 
+def _norm_quantize(op: str) -> list[Mapping[str, Any]]:
+    return [
+        {**problem, "granularity": granularity, "out_dtype": "uint8"}
+        for granularity, width in (("row", 333), ("block128", 1000))
+        for problem in _norm(op, width=width)[:2]
+    ]
+
+
 def _dropout() -> list[Mapping[str, Any]]:
     counters = {"seed": np.array([7]), "offset": np.array([9]), "p": 0.3}
     return [
@@ -131,6 +139,8 @@ _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "bias_activation": lambda: _activation("bias_activation"),
     "softmax": _softmax,
     "quantize_fp8": _quantize,
+    "rms_norm_quantize": lambda: _norm_quantize("rms_norm"),
+    "layer_norm_quantize": lambda: _norm_quantize("layer_norm"),
     "dropout_add": _dropout,
 }
 NAMES = tuple(_PROBLEMS)

@@ -237,11 +237,12 @@ def representative_specs(arch: str) -> list[KernelSpec]:
             found[step.kernel] = None
 
     for dtype in FLOATS:
-        for width, granularity in ((384, "block128"), (1024, "row"), (4096, "row"), (4096, "block128")):
-            add(width, dtype, granularity, centred=False, residual=False)
-            add(width, dtype, granularity, centred=width != 384, residual=True)
-        add(8192, dtype, "block128", centred=True, residual=True)
+        add(4096, dtype, "row", centred=False, residual=True)
+        add(4096, dtype, "block128", centred=True, residual=True)
         add(1001, dtype, "row", centred=True, residual=True)
+    for width, granularity in ((384, "block128"), (1024, "row"), (4096, "row"), (4096, "block128")):
+        add(width, dtypes.bf16, granularity, centred=False, residual=False)
+        add(width, dtypes.bf16, granularity, centred=True, residual=True)
     add(24576, dtypes.bf16, "block128", centred=True, residual=True)
     add(32768, dtypes.bf16, "row", centred=False, residual=False)
     return list(found)

@@ -136,12 +136,14 @@ def representative_specs(arch: str) -> list[KernelSpec]:
             found[step.kernel] = None
 
     for dtype in FLOATS:
-        for width in (64, 1024, 4096, 16384, 131072):
+        for width in (1024, 4096):
             add(width, dtype)
         add(1000, dtype, (4096, 1000))
-        add(4097, dtype, (1, 4097))
-        add(8192, dtype, (4096, 1))
-        add(100000, dtype, (4096, 100000))
+    for width in (64, 16384, 131072):
+        add(width, dtypes.bf16)
+    add(4097, dtypes.bf16, (1, 4097))
+    add(8192, dtypes.bf16, (4096, 1))
+    add(100000, dtypes.bf16, (4096, 100000))
     add(32768, dtypes.bf16)
     add(32768, dtypes.bf16, (4096, 32768))
     add(500, dtypes.f16, None, (1024, 2))
