@@ -88,7 +88,7 @@ def test_twenty_orders_of_every_check(device, tile, layout, dtype):
     """Every block's ring wraps more than twice; the result has the same bits in every order."""
     size = DTYPES[dtype].itemsize
     rows, columns = tile.block_m + 1, 72
-    depth = (2 * tile.stages + 1) * min(tile.split, 4) * 128 // size + 4
+    depth = (2 * tile.stages + 1) * min(tile.split, 4) * 128 // size + 8
     x, w = normal((rows, depth), DTYPES[dtype], 1), weight(depth, columns, DTYPES[dtype], layout)
     bias, residual = normal((columns,), DTYPES[dtype], 3), normal((rows, columns), DTYPES[dtype], 4)
     tensors = [device.array(t) for t in (x, w, bias, residual)]

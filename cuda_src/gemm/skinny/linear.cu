@@ -40,6 +40,7 @@
 #include "gemm/fragments.cuh"
 #include "gemm/skinny/finish.cuh"
 #include "gemm/skinny/prefetch.cuh"
+#include "gemm/skinny/whole_stages.cuh"
 #include "gemm/tile_load.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int k_tiles = (depth + kStageK - 1) / kStageK;
   const int first_tile = static_cast<int>(static_cast<i64>(k_tiles) * rank / kSplit);
   const int tiles = static_cast<int>(static_cast<i64>(k_tiles) * (rank + 1) / kSplit) - first_tile;
+  const int first_k = first_tile * kStageK;
 
   const gemm::Matrix<const Element, Rows> added = {
       residual, {{residual_stride0, residual_stride1, residual_stride2}, extent1, extent2},
@@ -105,22 +107,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if constexpr (kProgrammatic) {
     if constexpr (kCopyBytesW == 16) {
-      const int k = first_tile * kStageK;
-      const int k_end = min(depth, k + min(tiles, kStages - 1) * kStageK);
-      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads>(w, w_stride, k, k_end, first_column, columns);
+      const int k_end = min(depth, first_k + min(tiles, kStages - 1) * kStageK);
+      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads>(w, w_stride, first_k, k_end, first_column, columns);
     }
     ptx::griddepcontrol_wait();
   }
 
   const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
   const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
+  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kThreads, Element> whole(
+      w + (kWeightAlongN ? first_k * w_stride + first_column : first_column * w_stride + first_k), w_stride,
+      kWeightAlongN ? kStageK * w_stride : kStageK);
+  const bool whole_columns = kCopyBytesW == 16 && first_column + kBlockN <= columns;
   const auto load_stage = [&](int tile, int slot) {
     unsigned char* x_tile = shared + slot * kStageBytes;
     unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
-    const int k = (first_tile + tile) * kStageK;
-    gemm::copy_tile<Weight::kRows, Weight::kChunks, kCopyBytesW, Weight::kSwizzle, kThreads>(
-        w_tile, w, w_rows, kUnitStrideW ? 1 : w_column_stride, kWeightAlongN ? k : first_column,
-        kWeightAlongN ? depth : columns, kWeightAlongN ? first_column : k, kWeightAlongN ? columns : depth);
+    const int k = first_k + tile * kStageK;
+    if (whole_columns && k + kStageK <= depth) {
+      whole.copy(w_tile);
+    } else {
+      gemm::copy_tile<Weight::kRows, Weight::kChunks, kCopyBytesW, Weight::kSwizzle, kThreads>(
+          w_tile, w, w_rows, kUnitStrideW ? 1 : w_column_stride, kWeightAlongN ? k : first_column,
+          kWeightAlongN ? depth : columns, kWeightAlongN ? first_column : k, kWeightAlongN ? columns : depth);
+    }
+    whole.advance();
     gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kThreads>(
         x_tile, x, x_rows, kUnitStrideX ? 1 : x_column_stride, first_row, rows, k, depth);
   };
