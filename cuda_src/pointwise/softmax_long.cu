@@ -4,13 +4,11 @@
 // that it has seen (Milakov and Gimelshein 2018, arXiv:1805.02867), and one for the output, which reads the row from L2.
 #include "common/reduce.cuh"
 #include "common/row_address.cuh"
-#include "common/vec.cuh"
 #include "pointwise/keep_mask.cuh"
+#include "pointwise/long_row.cuh"
 #include "ptx/math.cuh"
 
 using namespace cki;
-
-constexpr int kRowWarps = kThreadsPerRow / 32;
 
 extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
     softmax_long(const Element* x, const u8* mask, Element* y, int rows, int width, int extent1, int extent2, i64 x_stride0,
@@ -25,9 +23,8 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
   const u8* mask_row = RowTensor<const u8>{mask, mask_stride0, mask_stride1, mask_stride2, mask_step}.row(row, extents);
   Element* y_row = RowTensor<Element>{y, y_stride0, y_stride1, y_stride2, y_step}.row(row, extents);
 
-  // The values at `column` onwards, hidden ones as -infinity.
-  const auto take = [&](int column, float(&values)[kVectorSize]) {
-    load_floats(x_row + column_offset(column, x_step), values);
+  // Hidden values become -infinity.
+  const auto hide = [&](int column, float(&values)[kVectorSize]) {
     if constexpr (kHasMask) {
       bool keep[kVectorSize];
       load_mask(mask_row + column * mask_step, mask_step, keep);
@@ -40,9 +37,8 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
   const auto finite = [](float largest) { return largest == Max::identity() ? 0.0f : largest; };
 
   float largest = Max::identity(), total = 0.0f;
-  for (int column = threadIdx.x * kVectorSize; column < width; column += kThreadsPerRow * kVectorSize) {
-    float values[kVectorSize];
-    take(column, values);
+  for_each_vector(x_row, x_step, width, [&](int column, float(&values)[kVectorSize]) {
+    hide(column, values);
     float new_largest = largest;
 #pragma unroll
     for (int i = 0; i < kVectorSize; ++i) new_largest = fmaxf(new_largest, values[i]);
@@ -52,17 +48,16 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
     }
 #pragma unroll
     for (int i = 0; i < kVectorSize; ++i) total += weight(values[i], finite(largest));
-  }
+  });
   const float row_largest = finite(block_max(largest, largest_scratch));
   if (total != 0.0f) total *= weight(largest, row_largest);  // a thread that saw nothing has no maximum to relate to
   total = block_sum(total, total_scratch);
   const float reciprocal = total == 0.0f ? 0.0f : 1.0f / total;
 
-  for (int column = threadIdx.x * kVectorSize; column < width; column += kThreadsPerRow * kVectorSize) {
-    float values[kVectorSize];
-    take(column, values);
+  for_each_vector(x_row, x_step, width, [&](int column, float(&values)[kVectorSize]) {
+    hide(column, values);
 #pragma unroll
     for (int i = 0; i < kVectorSize; ++i) values[i] = weight(values[i], row_largest) * reciprocal;
     store_floats(y_row + column_offset(column, y_step), values);
-  }
+  });
 }
