@@ -14,7 +14,8 @@
 //          block kWarpsN x kWarpsK warps share the columns, and the K steps of every stage: then a stage is a short
 //          chain of dependent instructions, and x's fragments are loaded once.
 // K loop.  A ring of kStages stages in dynamic shared memory, each with 128 bytes of K of w and x, filled by cp.async
-//          kStages - 1 ahead (gemm/tile_load.cuh): with 64 columns and 8 stages, two blocks an SM, 112 KB in flight.
+//          kStages - 1 ahead (gemm/tile_load.cuh; whole_stages.cuh for nearly all of w): with 64 columns and 8 stages, two
+//          blocks an SM, 112 KB in flight.
 //          Products are m16n8 with x's rows, zeros below M, as the 16: the tensor cores have time to spare.
 // Sums.    fp32. Parts are added in shared memory over the warps, then over the cluster's blocks through distributed
 //          shared memory, in a fixed order (finish.cuh): the same bits in every run, no workspace, no second launch.
