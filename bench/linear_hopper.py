@@ -68,7 +68,7 @@ def generic_tile(problem: LinearProblem) -> Tile:
 
 def check_problem(problem: LinearProblem) -> LinearProblem:
     """A product that compiles to the same kernels: ends of tiles on all three axes, several tiles a block."""
-    return problem._replace(rows=3337, depth=840, columns=2056)
+    return problem._replace(rows=3337, depth=1096, columns=2056)
 
 
 def worker(problem: LinearProblem, names: Sequence[str]) -> None:

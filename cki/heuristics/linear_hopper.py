@@ -38,12 +38,13 @@ LAUNCH_REGISTERS = 168
 @dataclass(frozen=True)
 class HopperTile:
     """block_m x block_n: a tile of the result.  stages: of the ring.  ping_pong: two consumers take tiles in turn, else
-    they share each."""
+    they share each.  programmatic: the launch may begin while the one before it in the stream ends."""
 
     block_m: int
     block_n: int
     stages: int = 4
     ping_pong: bool = False
+    programmatic: bool = True
 
     @property
     def threads(self) -> int:
@@ -62,14 +63,19 @@ class HopperTile:
         return self.stages * stage + _OUTPUT_BYTES
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}s{self.stages}{'pp' if self.ping_pong else ''}"
+        turns, serial = "pp" if self.ping_pong else "", "" if self.programmatic else "serial"
+        return f"{self.block_m}x{self.block_n}s{self.stages}{turns}{serial}"
 
 
-#: What `bench/linear.py --hopper` checks and times.
+#: What the choice takes.
+TILES = (
+    HopperTile(128, 128, 6, True), HopperTile(128, 128, 4), HopperTile(64, 256, 4, True), HopperTile(256, 128, 4),
+    HopperTile(128, 256, 4), HopperTile(64, 128, 6, True),
+)  # fmt: skip
+#: What `bench/linear.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
-    HopperTile(128, 256, 4), HopperTile(256, 128, 4), HopperTile(128, 256, 3), HopperTile(128, 128, 4),
-    HopperTile(128, 128, 4, True), HopperTile(128, 128, 6, True), HopperTile(64, 256, 4, True),
-    HopperTile(64, 128, 6, True),
+    *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(128, 128, 6), HopperTile(64, 128, 8, True),
+    HopperTile(64, 64, 8, True),
 )  # fmt: skip
 
 
@@ -113,7 +119,7 @@ def predicted_time(
 
 def choose_hopper_tile(
     rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False,
-    among: Sequence[HopperTile] = CANDIDATES,
+    among: Sequence[HopperTile] = TILES,
 ) -> HopperTile:  # fmt: skip
     """The tile of the least predicted time, the earlier of equals."""
 

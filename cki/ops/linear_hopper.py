@@ -160,9 +160,11 @@ def plan_linear_hopper(
         f"{rows} x {depth} by {columns}: wgmma and TMA, tiles of {tile.block_m} x {tile.block_n}, "
         f"{tile.stages} stages, {'ping-pong' if tile.ping_pong else 'cooperative'}, {tiles} tiles on {blocks} blocks"
     )
-    return (
-        Step(kernel, (blocks, 1, 1), (tile.threads, 1, 1), arguments, smem=tile.shared_memory, reason=reason),
-    )
+    step = Step(
+        kernel, (blocks, 1, 1), (tile.threads, 1, 1), arguments, smem=tile.shared_memory,
+        programmatic=tile.programmatic, reason=reason,
+    )  # fmt: skip
+    return (step,)
 
 
 def hopper_kernel(

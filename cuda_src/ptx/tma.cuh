@@ -22,6 +22,16 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
 }
 
+// Asks for a box in L2: no read, nothing waits for it.
+template <int Sm = kTargetSm>
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int c0, int c1) {
+  static_assert(Sm >= 90, "tensor copies need sm_90");
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];"
+               :
+               : "l"(map), "r"(c0), "r"(c1)
+               : "memory");
+}
+
 template <int Sm = kTargetSm>
 __device__ __forceinline__ void tma_load_1d(void* shared, const TensorMap* map, u64* barrier, int c0) {
   static_assert(Sm >= 90, "tensor copies need sm_90");

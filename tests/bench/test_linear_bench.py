@@ -34,9 +34,8 @@ def test_cells(hopper):
     problems = [problem_of(hopper, text) for text in hopper.SHAPES]
     assert [hopper.text_of(problem) for problem in problems] == list(hopper.SHAPES)
     assert all(hopper.chosen(problem) in hopper.candidates() for problem in problems)
-    assert (
-        len({problem.epilogue for problem in problems}) * len(CANDIDATES) <= 24
-    )  # kernels to compile and check
+    # Kernels to compile and check, two seconds each.
+    assert len({problem.epilogue for problem in problems}) * len(CANDIDATES) <= 60
 
 
 def test_the_checked_shape_exercises_every_candidate(hopper):

@@ -4,7 +4,8 @@
 // kVectorResidual. With kTmaStore a warp packs such a slab into one of its two buffers in shared memory (stmatrix,
 // swizzled), and one lane starts a TMA store, which skips rows and columns past the end; the next slab is computed
 // meanwhile. No warp waits for another. TMA writes whole units of 16 bytes, so the planner asks for it only where a row
-// of y is a multiple of them. Otherwise the lanes store pairs or single elements themselves.
+// of y is a multiple of them. Otherwise the lanes store pairs or single elements themselves. What a slab adds is loaded
+// a slab ahead, the first slab's before the products.
 //
 // The residual is read by the warp that writes the same elements afterwards, so it may be y itself.
 #pragma once
@@ -17,6 +18,7 @@
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -106,50 +108,94 @@ struct Result {
   int columns;
 };
 
-// One slab: sum[kFirst..] are its accumulators; it begins at (first_row, first_column), which are inside the result.
-template <class Rules, int kFirst, int kCount, class Element, class Bias>
-__device__ __forceinline__ void write_slab(const float (&sum)[kCount], const Result<Element, Bias>& result,
-                                           OutputBuffers& buffers, int first_row, int first_column) {
-  constexpr int kBlocks = kSlabColumns / 8;  // of eight columns, two of them this lane's
-  // An opaque copy: else the compiler computes what depends on the lane before the loop over all tiles, and keeps it in
-  // registers through the products, which have none to spare.
-  u32 opaque[1] = {threadIdx.x % 32};
-  ptx::wgmma_fence_registers(opaque);
-  const int lane = static_cast<int>(opaque[0]);
-  const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;
-  // How many of the lane's two columns of block j exist. What TMA stores has whole blocks only.
-  const auto inside_of = [&](int j) {
-    if constexpr (Rules::kTmaStore) return first_column + j * 8 < result.columns ? 2 : 0;
-    return min(result.columns - column - j * 8, 2);
-  };
+// An opaque copy of the lane: else the compiler computes what depends on it before the loop over all tiles, and keeps it
+// in registers through the products, which have none to spare.
+__device__ __forceinline__ int opaque_lane() {
+  u32 lane[1] = {threadIdx.x % 32};
+  ptx::wgmma_fence_registers(lane);
+  return static_cast<int>(lane[0]);
+}
 
-  // All loads of the slab before the first use: one latency.
+// What a lane adds to its sums of a slab, which begins at (first_row, first_column). Loaded a slab ahead of its use.
+template <class Rules, class Element, class Bias>
+struct SlabInputs {
+  static constexpr int kBlocks = kSlabColumns / 8;  // of eight columns, two of them this lane's
+
   Pair<Bias> bias[kBlocks];
   Pair<Element> added[kBlocks][2];
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-    const int at = column + j * 8, inside = inside_of(j);
-    if (inside <= 0) continue;
+
+  // How many of the lane's two columns of block j exist. What TMA stores has whole blocks only.
+  static __device__ __forceinline__ int inside(const Result<Element, Bias>& result, int first_column, int lane, int j) {
+    if constexpr (Rules::kTmaStore) return first_column + j * 8 < result.columns ? 2 : 0;
+    return min(result.columns - first_column - lane % 4 * 2 - j * 8, 2);
+  }
+
+  __device__ __forceinline__ void load(const Result<Element, Bias>& result, int first_row, int first_column) {
+    if constexpr (!Rules::kHasBias && !Rules::kHasResidual) return;
+    if (first_column + kSlabColumns <= result.columns) {
+      load_blocks<true>(result, first_row, first_column);
+    } else {
+      load_blocks<false>(result, first_row, first_column);
+    }
+  }
+
+  // kWhole: all columns of the slab exist, and no load needs a condition of its own.
+  template <bool kWhole>
+  __device__ __forceinline__ void load_blocks(const Result<Element, Bias>& result, int first_row, int first_column) {
+    const int lane = opaque_lane();
+    const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;
     if constexpr (Rules::kHasBias) {
-      bias[j].template load<Rules::kVectorBias>(result.bias + at * result.bias_stride, result.bias_stride, inside);
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
+        if (there <= 0) continue;
+        bias[j].template load<Rules::kVectorBias>(result.bias + at * result.bias_stride, result.bias_stride, there);
+      }
     }
     if constexpr (Rules::kHasResidual) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (row + half * 8 >= result.rows) continue;
         const Element* source = result.residual.data + result.residual.row_offset(row + half * 8);
-        added[j][half].template load<Rules::kVectorResidual>(source + at * result.residual.column_stride,
-                                                      result.residual.column_stride, inside);
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
+          if (there <= 0) continue;
+          added[j][half].template load<Rules::kVectorResidual>(source + at * result.residual.column_stride,
+                                                               result.residual.column_stride, there);
+        }
       }
     }
   }
-  const auto finish = [&](int j, int half, float(&values)[2]) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) values[e] = sum[kFirst + j * 4 + half * 2 + e];
+
+  // values = act(sums + bias) + residual, for two sums of block j and the upper or lower eight rows.
+  __device__ __forceinline__ void finish(float (&values)[2], int j, int half) const {
     if constexpr (Rules::kHasBias) bias[j].add_to(values);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) values[e] = activate<Rules::kActivation>(values[e]);
+    for (int e = 0; e < 2; ++e) {
+      if constexpr (Rules::kActivation == Activation::kGelu) {
+        values[e] = gelu_for_16_bits(values[e]);
+      } else {
+        values[e] = activate<Rules::kActivation>(values[e]);
+      }
+    }
     if constexpr (Rules::kHasResidual) added[j][half].add_to(values);
+  }
+};
+
+// One slab: sum[first..] are its accumulators; it begins at (first_row, first_column).
+template <class Rules, int kCount, class Element, class Bias>
+__device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first,
+                                           const SlabInputs<Rules, Element, Bias>& inputs,
+                                           const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
+                                           int first_column) {
+  constexpr int kBlocks = kSlabColumns / 8;
+  if (first_row >= result.rows || first_column >= result.columns) return;
+  const int lane = opaque_lane();
+  const auto finish = [&](int j, int half, float(&values)[2]) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) values[e] = sum[first + j * 4 + half * 2 + e];
+    inputs.finish(values, j, half);
   };
   if constexpr (Rules::kTmaStore) {
     unsigned char* buffer = buffers.acquire();
@@ -167,30 +213,61 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], const Res
     }
     buffers.store(result.y_map, first_column, first_row);
   } else {
+    const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (row + half * 8 >= result.rows) continue;
       Element* target = result.y.data + result.y.row_offset(row + half * 8);
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
-        const int at = column + j * 8, inside = inside_of(j);
-        if (inside <= 0) continue;
+        const int at = column + j * 8, there = inputs.inside(result, first_column, lane, j);
+        if (there <= 0) continue;
         float values[2];
         finish(j, half, values);
-        store_pair<Rules::kVectorY>(target + at * result.y.column_stride, result.y.column_stride, inside, values);
+        store_pair<Rules::kVectorY>(target + at * result.y.column_stride, result.y.column_stride, there, values);
       }
     }
   }
 }
 
-// The warp's part, rows [first_row, +16) of each 64, of a tile of kCount * 2 columns.
-template <class Rules, int kFirst = 0, int kCount, class Element, class Bias>
-__device__ __forceinline__ void write_rows(const float (&sum)[kCount], const Result<Element, Bias>& result,
-                                           OutputBuffers& buffers, int first_row, int first_column) {
-  if (first_row >= result.rows || first_column >= result.columns) return;
-  write_slab<Rules, kFirst>(sum, result, buffers, first_row, first_column);
-  if constexpr (kFirst + kSlabColumns / 2 < kCount) {
-    write_rows<Rules, kFirst + kSlabColumns / 2>(sum, result, buffers, first_row, first_column + kSlabColumns);
+// The warp's part of a tile: rows [first_row, +16) of each 64, kCount * 2 columns. inputs: of the first slab.
+template <class Rules, int kRowTiles, int kCount, class Element, class Bias>
+__device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount],
+                                           SlabInputs<Rules, Element, Bias> inputs,
+                                           const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
+                                           int first_column) {
+  constexpr int kAcross = kCount * 2 / kSlabColumns, kSlabs = kRowTiles * kAcross;
+#pragma unroll
+  for (int slab = 0; slab < kSlabs; ++slab) {
+    const int next = slab + 1;
+    SlabInputs<Rules, Element, Bias> ahead;
+    if (next < kSlabs) {
+      ahead.load(result, first_row + next / kAcross * 64, first_column + next % kAcross * kSlabColumns);
+    }
+    write_slab(sum[slab / kAcross], slab % kAcross * (kSlabColumns / 2), inputs, result, buffers,
+               first_row + slab / kAcross * 64, first_column + slab % kAcross * kSlabColumns);
+    inputs = ahead;
+  }
+}
+
+// All lanes of a warp: what a tile's finish will read, on its way to L2.
+template <class Rules, int kBlockM, int kBlockN, class Element, class Bias>
+__device__ __forceinline__ void prefetch_inputs(const Result<Element, Bias>& result, int first_row, int first_column) {
+  constexpr int kLine = 128;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (Rules::kHasBias && Rules::kVectorBias == 2) {
+    constexpr int kColumns = kLine / static_cast<int>(sizeof(Bias));
+    const int column = first_column + lane * kColumns;
+    if (lane * kColumns < kBlockN && column < result.columns) ptx::prefetch_global_l2(result.bias + column);
+  }
+  if constexpr (Rules::kHasResidual && Rules::kVectorResidual == 2) {
+    constexpr int kLines = kBlockN * static_cast<int>(sizeof(Element)) / kLine;
+#pragma unroll 1
+    for (int i = lane; i < kBlockM * kLines; i += 32) {
+      const int row = first_row + i / kLines, column = first_column + i % kLines * (kBlockN / kLines);
+      if (row >= result.rows || column >= result.columns) continue;
+      ptx::prefetch_global_l2(result.residual.data + result.residual.row_offset(row) + column);
+    }
   }
 }
 

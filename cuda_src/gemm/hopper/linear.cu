@@ -11,6 +11,8 @@
 //          products; turns (common/warpgroup_turns.cuh) keep one tile's products together.
 // Loop.    One stage's products stay in flight while the next are issued; a stage is released when its own have ended.
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
+// Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
+//          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong,
@@ -28,6 +30,7 @@
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
 #include "ptx/elect.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
@@ -83,23 +86,45 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
+  const gemm::Result<Element, Bias> result = {
+      bias,   kVectorBias == 2 ? 1 : bias_stride,
+      {residual, {residual_stride}, kVectorResidual == 2 ? 1 : residual_column_stride},
+      {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride},
+      &y_map, rows, columns};
+
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x >= 32 || !ptx::elect_one()) return;
+    if (threadIdx.x >= 32) return;
+    const bool issues = ptx::elect_one();
+    if (issues) {  // the first weights towards L2: no read, so it need not wait for the launch before
+      const gemm::TileIndex tile = gemm::tile_of_block(block, tiles_m, tiles_n);
+      for (int k = 0; k < min(k_tiles, kStages); ++k) {
+        gemm::prefetch_weight<Layout, kWeightAlongN>(&w_map, tile.n * kBlockN, k * gemm::kStageDepth);
+      }
+    }
+    ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();
     for (int number = block; number < tiles; number += blocks) {
       const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
       for (int k = 0; k < k_tiles; ++k) {
-        ring.wait_empty();
-        gemm::load_stage<Layout, kWeightAlongN>(smem + ring.stage * Layout::kStageBytes, &x_map, &w_map,
-                                                ring.full + ring.stage, tile.m * kBlockM, tile.n * kBlockN,
-                                                k * gemm::kStageDepth);
+        if (issues) {
+          ring.wait_empty();
+          gemm::load_stage<Layout, kWeightAlongN>(smem + ring.stage * Layout::kStageBytes, &x_map, &w_map,
+                                                  ring.full + ring.stage, tile.m * kBlockM, tile.n * kBlockN,
+                                                  k * gemm::kStageDepth);
+        }
         ring.advance();
+        if (k == min(kStages, k_tiles) - 1) {  // a full ring on its way
+          __syncwarp();
+          gemm::prefetch_inputs<Rules, kBlockM, kBlockN>(result, tile.m * kBlockM, tile.n * kBlockN);
+        }
       }
     }
     return;
   }
 
   ptx::setmaxnreg_inc<kConsumerRegisters>();
+  ptx::griddepcontrol_wait();
   const int consumer = warpgroup - 1;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int group_row = kPingPong ? 0 : consumer * kGroupRows;  // in a tile
@@ -108,23 +133,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u64 w_at = kWeightAlongN ? wgmma_descriptor_mn_major<gemm::kSpan>(smem + Layout::kBytesX,
                                                                          gemm::kStageDepth * gemm::kSpan)
                                  : wgmma_descriptor_k_major<gemm::kSpan>(smem + Layout::kBytesX);
-  const gemm::Result<Element, Bias> result = {
-      bias,   kVectorBias == 2 ? 1 : bias_stride,
-      {residual, {residual_stride}, kVectorResidual == 2 ? 1 : residual_column_stride},
-      {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride},
-      &y_map, rows, columns};
   gemm::OutputBuffers buffers{smem + Layout::kOutput +
                               (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
 
   if (kPingPong && consumer == 1) skip_stages(ring, k_tiles);
   for (int first = block; first < tiles; first += kTilesPerRound * blocks) {
     const int number = kPingPong ? first + consumer * blocks : first;
-    turns.take();
     if (number >= tiles) {  // the last round is half empty; each consumer takes a turn in every round
+      turns.take();
       turns.pass();
       break;
     }
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+    const int first_row = tile.m * kBlockM + group_row + warp * 16, first_column = tile.n * kBlockN;
+    gemm::SlabInputs<Rules, Element, Bias> inputs;
+    inputs.load(result, first_row, first_column);
+    turns.take();
     float sum[kRowTiles][kBlockN / 2];
     Ring done = ring;  // one stage behind
     for (int k = 0; k < k_tiles; ++k) {
@@ -145,11 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     done.release();
     if constexpr (kPingPong) skip_stages(ring, k_tiles);
 
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      gemm::write_rows<Rules>(sum[i], result, buffers, tile.m * kBlockM + group_row + i * 64 + warp * 16,
-                              tile.n * kBlockN);
-    }
+    gemm::write_tile(sum, inputs, result, buffers, first_row, first_column);
   }
   if constexpr (kTmaStore) buffers.drain();
   turns.finish();

@@ -52,6 +52,19 @@ __device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap
   }
 }
 
+// One thread: a stage's weight on its way to L2.
+template <class Layout, bool kWeightAlongN>
+__device__ __forceinline__ void prefetch_weight(const TensorMap* w_map, int column, int k) {
+  if constexpr (kWeightAlongN) {
+#pragma unroll
+    for (int slab = 0; slab < Layout::kBytesW / (kStageDepth * kSpan); ++slab) {
+      ptx::tma_prefetch_2d(w_map, column + slab * kSlabColumns, k);
+    }
+  } else {
+    ptx::tma_prefetch_2d(w_map, k, column);
+  }
+}
+
 // Starts sum[i] (+)= rows [64 i, +64) of x times the weight, over one stage. `accumulate`: false overwrites sum.
 template <class Element, int kBlockN, bool kWeightAlongN, int kRowTiles>
 __device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kBlockN / 2], u64 x, u64 w, bool accumulate) {

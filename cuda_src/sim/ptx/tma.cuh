@@ -16,6 +16,9 @@ namespace cki::ptx {
 
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) { cki_sim_prefetch_tensormap(map); }
 
+// The simulated device has no L2; the map must be one.
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int, int) { cki_sim_prefetch_tensormap(map); }
+
 __device__ __forceinline__ void tma_load_1d(void* shared, const TensorMap* map, u64* barrier, int c0) {
   const int coordinates[] = {c0};
   cki_sim_tma_load(shared, map, barrier, 1, coordinates, 0);

@@ -17,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int i = t; i < footprint / 4; i += 128) reinterpret_cast<u32*>(tile)[i] = 0xcdcdcdcdu;
   if (t == 0) {
     ptx::prefetch_tensormap(&source);
+    if (rank == 2) ptx::tma_prefetch_2d(&source, c0, c1);
     ptx::mbarrier_init(&full, 1);
     ptx::fence_mbarrier_init();
   }
