@@ -164,7 +164,18 @@ def configured_call(counted: bool, **changes: Any) -> Run:
 
 
 #: (warps, stages, blocks an SM) worth timing.
-_SHAPES = ((4, 2, 2), (4, 3, 2), (4, 6, 1), (8, 2, 1), (8, 3, 1), (6, 4, 1), (6, 2, 2), (4, 1, 4), (2, 6, 2), (2, 2, 5))
+_SHAPES = (
+    (4, 2, 2),
+    (4, 3, 2),
+    (4, 6, 1),
+    (8, 2, 1),
+    (8, 3, 1),
+    (6, 4, 1),
+    (6, 2, 2),
+    (4, 1, 4),
+    (2, 6, 2),
+    (2, 2, 5),
+)
 
 
 def candidates() -> dict[str, Run]:

@@ -30,6 +30,8 @@ MAX_SPLIT_BATCH = 1024
 _ROW_REGISTERS = 100
 #: The part of a device's blocks that a grid in whole groups should use.
 _WELL_USED = 0.96
+#: Shared memory of a block besides what `DecodeConfig.shared_memory` counts: barriers and flags.
+_STATIC_BYTES = 128
 #: Warps of a block of the launch that merges.
 MERGE_WARPS = 4
 
@@ -156,6 +158,7 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
             choose_groups(units, warps, shape.positions, device.sm_count * min_blocks) if split else (1, 1)
         )
         config = DecodeConfig(warps, stages, -(-rows // TILE_ROWS), rows, groups, together, min_blocks, split)
-        if config.shared_memory(shape) <= min(per_sm // min_blocks - 1024, device.shared_memory_per_block):
+        limit = min(per_sm // min_blocks - 1024, device.shared_memory_per_block)
+        if config.shared_memory(shape) + _STATIC_BYTES <= limit:
             return config
     raise AssertionError(f"head dimensions {shape.head_dim} and {shape.value_dim} fit no configuration")

@@ -191,7 +191,9 @@ def plan_paged_attention(
     if not chosen.split:
         grid = (units, min(batch, _MAX_BLOCKS_Y), -(-batch // _MAX_BLOCKS_Y))
     if grid[2] > _MAX_BLOCKS_Y:
-        raise UnsupportedError(f"paged_attention: batch {batch}", ["at most 65535**2 sequences"], "a smaller batch")
+        raise UnsupportedError(
+            f"paged_attention: batch {batch}", ["at most 65535**2 sequences"], "a smaller batch"
+        )
     reason = (
         f"{chosen.rows} rows, {chosen.warps} warps of {chosen.stages} stages, "
         f"copies of {kernel.constant('kCopyBytes')} bytes, "
@@ -201,7 +203,12 @@ def plan_paged_attention(
     steps = [Step(kernel, grid, threads, arguments, chosen.shared_memory(shape), reason=reason)]
     if chosen.split and not merge_here and chosen.groups > 1:
         merge = kernel_spec(
-            "attention/decode_merge.cu", "merge_partials", _MERGE_PARAMS, archs=archs, kWarps=MERGE_WARPS, **common
+            "attention/decode_merge.cu",
+            "merge_partials",
+            _MERGE_PARAMS,
+            archs=archs,
+            kWarps=MERGE_WARPS,
+            **common,
         )
         merge_arguments: tuple[ArgumentValue, ...] = (
             partials, out, *optional(lse), lengths, *optional(sinks), *out.strides, lengths.strides[0], sinks_stride,

@@ -20,8 +20,8 @@
 // of two: until then weights up to 256 are as precise as weights up to 1, and nothing accumulated so far must be
 // touched.
 //
-// At the end of a unit the states of the warps are combined (decode_combine.cuh). A block that had all of the unit
-// writes the result. Else it writes its part (fp32), and the parts are merged by a launch of decode_merge.cu, which
+// At the end of a unit the states of the warps are combined (decode_combine.cuh), by one warp in turn while the others
+// read on; at the block's end by all. A block that had all of the unit writes the result. Else it writes its part (fp32), and the parts are merged by a launch of decode_merge.cu, which
 // begins while this one runs (kProgrammatic, sm_90), or by the block that arrives last (kMergeHere; counters are zero
 // before and after every launch).
 //
@@ -35,6 +35,7 @@
 #include "attention/decode_schedule.cuh"
 #include "attention/decode_tile.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 
 using namespace cki;
@@ -77,14 +78,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                     i64 num_blocks, int block_size, int table_lines, int capacity, int batch, int queries, int kv_heads,
                     int left, int passes, int least_positions, float scale, float exponent_scale, float softcap,
                     float softcap_rate) {
-  extern __shared__ __align__(1024) unsigned char smem[];
+  extern __shared__ __align__(128) unsigned char smem[];
   __shared__ int arrived_last;
+  __shared__ u64 stored, combined;  // the states of a unit: all are there; they may be written again
   float* states = reinterpret_cast<float*>(smem + kRingBytes);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int warp = __shfl_sync(kFullWarp, thread / 32, 0);  // uniform, and the compiler knows
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
   if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
+  if (thread == 0) {  // visible after the barrier in schedule.measure
+    ptx::mbarrier_init(&stored, kWarps);
+    ptx::mbarrier_init(&combined, 1);
+  }
 
   const int total_rows = queries * kGroup;
   const int units = kv_heads * kRowBlocks;  // of a sequence
@@ -158,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   // Positions from the present unit's begin to this warp's next tile. The first kStages turns only fill the ring: with
   // the copies in one place the code is shorter, which a launch after other kernels has to fetch first.
   int own = warp - kStages * kWarps;
-  while (walk.remaining > 0) {
+#pragma unroll 1
+  for (int done = 0; walk.remaining > 0; ++done) {
     const int tiles = schedule.tiles(walk.sequence);
     const int length = min(tiles - walk.tile, walk.remaining);  // of this unit in this block
     const int sequence = schedule.base + walk.sequence;
@@ -201,15 +208,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
     // The unit's end: the states of the warps make the whole of what this block had.
     const float value_factor = kHeadScales ? v_scale[kv_head] : 1.0f;
+    if (done > 0) ptx::mbarrier_wait_parity(&combined, (done - 1) % 2);
     state.template store<State>(states + warp * State::kFloats, rows, exponent_scale, value_factor);
-    __syncthreads();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&stored);
     const bool whole = !kSplit || length == tiles;
     const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.pass) : 0;
+    const bool by_all = walk.remaining == length || (kMergeHere && !whole);
+    walk.advance(schedule, length);
+    if (!by_all && warp != done % kWarps) continue;
+
     const auto part_of = [&](int i) {
       return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
     };
     float* part = whole ? nullptr : part_of(group_of_blocks - schedule.first_group(unit_begin));
-    for (int row = warp; row < rows; row += kWarps) {
+    ptx::mbarrier_wait_parity(&stored, done % 2);
+#pragma unroll 1
+    for (int row = by_all ? warp : 0; row < rows; row += by_all ? kWarps : 1) {
       CombinedRow<State> total;
       total.template add<FromShared, kWarps>(0, 1, kWarps, [&](int i) {
         return states + i * State::kFloats + row * State::kPitch;
@@ -242,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
       }
     }
-    __syncthreads();  // before states are written again
-    walk.advance(schedule, length);
+    if (by_all) __syncthreads();
+    __syncwarp();
+    if (by_all ? thread == 0 : lane == 0) ptx::mbarrier_arrive(&combined);
   }
 }

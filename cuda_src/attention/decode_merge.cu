@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                    const float* __restrict__ sinks, i64 out_batch, i64 out_query, i64 out_head, i64 out_dim,
                    i64 lengths_stride, i64 sinks_stride, int capacity, int batch, int queries, int kv_heads, int left,
                    int passes, int least_positions) {
-  extern __shared__ __align__(1024) unsigned char smem[];
+  extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) float scratch[kWarps * State::kPitch];
   int* tables = reinterpret_cast<int*>(smem);
 

@@ -1,6 +1,7 @@
 """The decoding kernels under every check of the simulated device.
 
-Each warp's ring of two or three tiles is filled at least three times and runs on across units; blocks share units.
+Each warp's ring of two or three tiles is filled at least three times and runs on across units; blocks share units, and
+one has six of them, so that every warp combines in turn.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ SEEDS = 20
 )
 def test_small_shapes_under_every_check(device, name, dtype, cache_dtype, block_size, scales, merge_here):
     device = device.holding(cache_dtype)
-    lengths = [250, 0, 30]
+    lengths = [250, 0, 30, 20, 1, 40]
     cache, table = paged_cache(lengths, block_size, 1, 16, cache_dtype, scales=scales)
-    q = normal((3, 2, 4, 16), dtype, 3)
+    q = normal((6, 2, 4, 16), dtype, 3)
     for seed in range(SEEDS if device.kind == "sim" else 1):
-        counters = device.array(np.zeros(24, np.uint32)) if merge_here else None
+        counters = device.array(np.zeros(48, np.uint32)) if merge_here else None
         run = configured(counters, groups=2 if seed % 2 else 3, warps=2, stages=2 if seed % 2 else 3)
         checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
         with checks if device.kind == "sim" else contextlib.nullcontext():
