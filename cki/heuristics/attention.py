@@ -78,6 +78,7 @@ def choose_tiles(
     """Tiles for `rows` query rows a head (or packed group of heads) and padded head dimensions.
 
     plain: nothing but a scale and limits on the right (causal) goes into the logits.
+    paged: the places of keys in a cache take shared memory too.
     """
     for tiles in _candidates(max(head_dim, value_dim), itemsize, plain):
         if tiles.shared_memory(head_dim, value_dim, itemsize, paged) <= device.shared_memory_per_block:
