@@ -61,7 +61,8 @@ def paged_attention(
     deterministic: results do not depend on the rest of the batch either; each sequence and KV head is one block's work
     then, which leaves SMs idle where there are few.
     counters: u32 zeros, batch * queries * heads of them, which a call leaves zero; calls that share them must follow
-    one another (one stream).  With them the blocks merge their parts themselves and the second launch is saved.
+    one another (one stream).  With them the blocks merge their parts themselves, which saves the second launch: worth
+    it before sm_90, where that cannot begin while the first one runs.
 
     Lengths and tables are read on the device: nothing waits for the host, and a captured graph serves other lengths.
     A length outside the table's reach is cut off, an entry outside the cache stands for zeros; CKI_VALIDATE=1 raises

@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int single = kSplit ? 0 : static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);  // the sequence, unsplit
   if (single >= batch) return;
   if constexpr (kPaging == 0) {  // small tables come to L2 while the lengths are awaited
-    const int line = (group_of_blocks * together + beside) * kThreads + thread;
-    if (line < batch * table_lines)
+    const int line = (group_of_blocks * together + beside) * (kThreads - 32) + thread - 32;
+    if (thread >= 32 && line < batch * table_lines)  // the first warp reads the lengths
       ptx::prefetch_global_l2(block_table + (line / table_lines) * table_batch +
                               line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
   }

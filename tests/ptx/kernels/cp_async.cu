@@ -1,4 +1,4 @@
-// ptx/cp_async.cuh: every size with full and partial sources, groups in order, and the arrival on an mbarrier.
+// ptx/cp_async.cuh: every size with full and partial sources, hints, groups in order, and the arrival on an mbarrier.
 #include "common/types.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
@@ -24,11 +24,11 @@ extern "C" __global__ void __launch_bounds__(32) copies(const u8* in, const int*
   ptx::cp_async_wait_group<0>();
   *reinterpret_cast<uint4*>(out + 512 + 16 * t) = *reinterpret_cast<const uint4*>(tile + 512 + 16 * t);
 
-  ptx::cp_async<16>(tile + 1024 + 16 * t, in + 1024 + 16 * t);
+  ptx::cp_async<16, 128>(tile + 1024 + 16 * t, in + 1024 + 16 * t);
   ptx::cp_async_wait_all();
   *reinterpret_cast<uint4*>(out + 1024 + 16 * t) = *reinterpret_cast<const uint4*>(tile + 1024 + 16 * t);
 
-  ptx::cp_async<16>(tile + 1536 + 16 * t, in + 1536 + 16 * t);
+  ptx::cp_async<16, 256>(tile + 1536 + 16 * t, in + 1536 + 16 * t);
   ptx::cp_async_mbarrier_arrive_noinc(&barrier);
   ptx::mbarrier_wait_parity(&barrier, 0);
   const int other = (t + 5) % 32;   // a neighbour's copy: the barrier publishes it
