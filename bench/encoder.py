@@ -113,9 +113,15 @@ def torch_layer(model: Model, layer: dict[str, Any], pre_ln: bool) -> Callable[[
 
 
 def cki_layer(model: Model, layer: dict[str, Any], pre_ln: bool) -> Callable[[Any], Any]:
-    """The layer by CKI."""
+    """The layer by CKI, from the same weights as torch's: one for Q, K and V, all stored [out, in]."""
+    import torch
+
+    arguments: dict[str, Any] = dict(layer)
+    q_k_v = [[arguments.pop(letter + part) for part in "qkv"] for letter in "wb"]
+    arguments |= {"wq": torch.cat(q_k_v[0], 1), "bq": torch.cat(q_k_v[1])}
+    arguments |= {name: arguments[name].T.contiguous() for name in ("wq", "wo", "w1", "w2")}
     heads = {"num_heads": model.heads, "head_dim": model.hidden // model.heads}
-    arguments: dict[str, Any] = {**layer, **heads, "pre_ln": pre_ln}
+    arguments |= {"wk": None, "wv": None, "weight_layout": "out_in", "pre_ln": pre_ln, **heads}
     return lambda x: cki.encoder_layer(x, **arguments)
 
 
@@ -134,18 +140,20 @@ def check(model: Model, layer: dict[str, Any], x: Any, pre_ln: bool) -> tuple[fl
 def launches(model: Model, batch: int, seq: int, dtype: str, pre_ln: bool) -> int:
     """Kernels of a layer, from its plan."""
     h, element = model.hidden, from_name(dtype)
-    shapes = {"x": (batch, seq, h), "w1": (h, model.inner), "w2": (model.inner, h), "b1": (model.inner,)}
-    shapes |= dict.fromkeys(("wq", "wk", "wv", "wo"), (h, h))
-    shapes |= {
-        item.name: (h,) for item in ENCODER_LAYER.inputs if item.name not in {*shapes, "mask", "cu_seqlens"}
+    shapes = {
+        "x": (batch, seq, h),
+        "wq": (3 * h, h),
+        "wo": (h, h),
+        "w1": (model.inner, h),
+        "w2": (h, model.inner),
     }
+    shapes |= {"bq": (3 * h,), "bo": (h,), "b1": (model.inner,), "b2": (h,)}
+    shapes |= {f"{which}_{part}": (h,) for which in ("attention", "output") for part in ("gamma", "beta")}
     attributes = {attribute.name: attribute.default for attribute in ENCODER_LAYER.attributes}
     attributes |= {
-        "num_heads": model.heads,
-        "head_dim": h // model.heads,
-        "pre_ln": pre_ln,
-        "activation": "gelu",
-    }
+        "num_heads": model.heads, "head_dim": h // model.heads, "pre_ln": pre_ln, "activation": "gelu",
+        "weight_layout": "out_in",
+    }  # fmt: skip
     problem = Problem({name: dense(name, shape, element) for name, shape in shapes.items()}, attributes)
     return len(
         ENCODER_LAYER.plan(problem, {"out": dense("out", (batch, seq, h), element)}, cuda_device(0)).steps

@@ -169,9 +169,9 @@ class Encoder:
     def prepare(self) -> Encoder:
         """The same encoder with Q, K and V of each layer in one weight, made here once; its other weights are shared.
 
-        It takes new memory for a third of an attention block's weights and changes no tensor of the user.  Q, K and V
-        are computed in one launch then even where the three weights lie differently, and by kernels that take one
-        weight only.  Layers that have one already stay as they are.
+        It takes new memory for those weights and changes no tensor of the user.  Q, K and V are then computed in one
+        launch by every kernel: also by Hopper's, which takes a single weight, and where the three lie differently.
+        Layers that have one already stay as they are.
         """
         tensors = dict(self._tensors)
         axis = 0 if self.config.weight_layout == "out_in" else 1
