@@ -55,8 +55,8 @@ class Graph(ABC):
         self._closed = True
         self.outputs = None
         self._kept = []
-        self.pool = None
         self._free()
+        self.pool = None
 
     def __enter__(self) -> Graph:
         return self
