@@ -12,7 +12,7 @@ What weighs:
 The model's figures were fitted to an H200 (bench/results/linear_hopper.csv); tests/heuristics/test_linear_hopper.py
 holds the choice against it.
 
-No choice changes results: every sum runs over K in one order.
+Without `split` no choice changes results: every sum runs over K in one order.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ LAUNCH_REGISTERS = 168
 @dataclass(frozen=True)
 class HopperTile:
     """block_m x block_n: a tile of the result.  stages: of the ring.  ping_pong: two consumers take tiles in turn, else
-    they share each.  programmatic: the launch may begin while the one before it in the stream ends."""
+    they share each.  split: blocks of a cluster, each with its part of K; the consumers then share the one tile.
+    programmatic: the launch may begin while the one before it in the stream ends."""
 
     block_m: int
     block_n: int
     stages: int = 4
     ping_pong: bool = False
+    split: int = 1
     programmatic: bool = True
 
     @property
@@ -59,12 +61,16 @@ class HopperTile:
     @property
     def shared_memory(self) -> int:
         """Bytes: `HopperLayout` of cuda_src/gemm/hopper/tiles.cuh."""
-        stage = (self.block_m + self.block_n) * _ROW_BYTES + _BARRIER_BYTES
-        return self.stages * stage + _OUTPUT_BYTES
+        return self.ring_bytes + self.stages * _BARRIER_BYTES + _OUTPUT_BYTES
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the stages."""
+        return self.stages * (self.block_m + self.block_n) * _ROW_BYTES
 
     def __str__(self) -> str:
-        turns, serial = "pp" if self.ping_pong else "", "" if self.programmatic else "serial"
-        return f"{self.block_m}x{self.block_n}s{self.stages}{turns}{serial}"
+        turns, split = "pp" if self.ping_pong else "", f"k{self.split}" if self.split > 1 else ""
+        return f"{self.block_m}x{self.block_n}s{self.stages}{turns}{split}{'' if self.programmatic else 'serial'}"
 
 
 #: What the choice takes.
@@ -75,7 +81,8 @@ TILES = (
 #: What `bench/linear.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
     *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(128, 128, 6), HopperTile(64, 128, 8, True),
-    HopperTile(64, 64, 8, True),
+    HopperTile(64, 64, 8, True), HopperTile(64, 128, 8), HopperTile(64, 128, 8, split=2),
+    HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, split=4),
 )  # fmt: skip
 
 

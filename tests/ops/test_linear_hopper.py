@@ -23,6 +23,12 @@ from tests.ops.linear_cases import BF16, DTYPES, F16, F32, normal, plain
 #: The smallest tiles, with the shallowest ring: taken in turn, and shared.
 TURNS, SHARED = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2)
 SMALL = pytest.mark.parametrize("tile", [TURNS, SHARED], ids=str)
+#: K over the blocks of a cluster: consumers that share columns, and rows; more warps than units to finish, and fewer.
+SPLIT = pytest.mark.parametrize(
+    "tile",
+    [HopperTile(64, 128, 2, split=2), HopperTile(128, 64, 3, split=4), HopperTile(128, 192, 3, split=2)],
+    ids=str,
+)
 LAYOUTS = ("in_out", "out_in")
 _specs: dict[tuple[HopperTile, int], Any] = {}
 
@@ -83,6 +89,44 @@ def test_columns_that_tma_cannot_store(device, tile):
         bias, residual = normal((columns,), F16, 3), normal((70, columns), F16, 4)
         x, w = normal((70, 72), F16, 1), weight(72, columns, F16, "out_in")
         check(device, tile, x, w, bias, residual=residual, weight_layout="out_in")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@SPLIT
+def test_split_depths(device, tile, layout):
+    """As many stages as blocks, uneven shares, a last stage of a part; ends of rows and columns; many clusters."""
+    for dtype, rows, columns, depth in (
+        (F16, 63, 72, 64 * tile.split), (BF16, 65, 200, 64 * 5 + 8), (F16, 300, 136, 64 * 9), (F16, 130, 66, 520),
+    ):  # fmt: skip
+        columns += 0 if layout == "out_in" else -columns % 8
+        x, w = normal((rows, depth), dtype, 1), weight(depth, columns, dtype, layout)
+        bias, residual = normal((columns,), F32, 3), normal((rows, columns), dtype, 4)
+        check(device, tile, x, w, bias, residual=residual, activation="gelu", weight_layout=layout)
+
+
+@SPLIT
+def test_split_depths_under_every_check(device, tile):
+    """The same bits in every run, also where the residual is the result."""
+    rows, columns, depth = 130, 136, 64 * 9
+    x, w = normal((rows, depth), F16, 1), weight(depth, columns, F16, "out_in")
+    bias, residual = normal((columns,), F16, 3), normal((rows, columns), F16, 4)
+    tensors = [device.array(t) for t in (x, w, bias)]
+    results = []
+    for seed in range(8 if device.kind == "sim" else 2):
+        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
+        y = device.array(residual)
+        with checks if device.kind == "sim" else contextlib.nullcontext():
+            hopper(tile, *tensors, residual=y, weight_layout="out_in", out=y)
+        results.append(device.numpy(y))
+    assert all(np.array_equal(result, results[0]) for result in results)
+    options: dict[str, Any] = {"weight_layout": "out_in", "residual": residual}
+    assert_close(results[0], reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_consumers_that_share_columns(device, layout):
+    x, w, bias = normal((200, 264), F16, 1), weight(264, 392, F16, layout), normal((392,), F16, 3)
+    check(device, HopperTile(64, 128, 2), x, w, bias, activation="relu", weight_layout=layout)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])
@@ -216,5 +260,7 @@ def test_refusals_name_every_obstacle(device):
     x, w = device.array(normal((4, 9), F16)), device.array(normal((9, 8), F16))
     with pytest.raises(UnsupportedError, match="x's rows do not begin at multiples of 16 bytes"):
         hopper(TURNS, x, w)
+    with pytest.raises(UnsupportedError, match="K of 64 has no 2 parts"):
+        hopper(HopperTile(64, 128, 2, split=2), *[device.array(normal((64, 64), F16))] * 2)
     with pytest.raises(UnsupportedError, match="(?s)x is f32.*w's rows do not begin"):
         hopper(TURNS, device.array(normal((4, 8), F32)), device.array(normal((8, 9), F32)))

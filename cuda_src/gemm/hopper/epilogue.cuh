@@ -108,8 +108,8 @@ struct Result {
   int columns;
 };
 
-// An opaque copy of the lane: else the compiler computes what depends on it before the loop over all tiles, and keeps it
-// in registers through the products, which have none to spare.
+// An opaque copy of the lane: else the compiler computes what depends on it before the loop over all tiles, and keeps
+// it in registers through the products, which have none to spare.
 __device__ __forceinline__ int opaque_lane() {
   u32 lane[1] = {threadIdx.x % 32};
   ptx::wgmma_fence_registers(lane);

@@ -11,11 +11,13 @@
 //          products; turns (common/warpgroup_turns.cuh) keep one tile's products together.
 // Loop.    One stage's products stay in flight while the next are issued; a stage is released when its own have ended.
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
+// Split.   kSplit > 1, for fewer tiles than SMs: a cluster of kSplit blocks has one tile, each block a part of K, and
+//          their sums meet in distributed shared memory (cluster_sum.cuh). Not persistent: a block has one tile.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait.
-// Sums.    Over K in one order, whatever the tile.
+// Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
-// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong,
+// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong, kSplit,
 //   kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kTmaStore, kVectorY, kVectorBias,
 //   kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN along K; y_map 64 x 16, unused without
@@ -26,9 +28,12 @@
 #include "common/warpgroup_turns.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
+#include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/epilogue.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
@@ -40,11 +45,15 @@ using namespace cki;
 
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kGroupRows = kPingPong ? kBlockM : kBlockM / kConsumers;  // of a consumer
+constexpr bool kShareColumns = !kPingPong && kBlockM == 64;  // one wgmma tile high: consumers share the columns
+constexpr int kGroupRows = kPingPong || kShareColumns ? kBlockM : kBlockM / kConsumers;  // of a consumer
+constexpr int kGroupColumns = kShareColumns ? kBlockN / kConsumers : kBlockN;
 constexpr int kRowTiles = kGroupRows / 64;
 constexpr int kTilesPerRound = kPingPong ? kConsumers : 1;
 static_assert(kRowTiles >= 1 && kRowTiles * 64 == kGroupRows, "a consumer has whole wgmma tiles");
-static_assert(kRowTiles * kBlockN <= 256, "at most 128 accumulators a thread");
+static_assert(kRowTiles * kGroupColumns <= 256, "at most 128 accumulators a thread");
+static_assert(kGroupColumns % gemm::kSlabColumns == 0, "a consumer has whole slabs");
+static_assert(kSplit == 1 || !kPingPong, "the blocks of a cluster have one tile");
 static_assert(kStages >= 2, "a stage is released only when the products of the next have been issued");
 
 // The epilogue; the names are the prelude's.
@@ -56,6 +65,16 @@ struct Rules {
 
 using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
 using Ring = StageRing<kStages>;
+using Parts = gemm::ClusterSum<kBlockM, kBlockN, kSplit, 4 * kConsumers>;
+static_assert(kSplit == 1 || Parts::kBytes <= Layout::kOutput, "parts lie where the stages were");
+
+// By warps that compute nothing: their share in the consumers' two cluster barriers.
+__device__ __forceinline__ void leave_cluster() {
+  if constexpr (kSplit > 1) {
+    ptx::cluster_sync();
+    ptx::cluster_sync();
+  }
+}
 
 // Moves the cursor over stages that the other consumer reads.
 __device__ __forceinline__ void skip_stages(Ring& ring, int count) {
@@ -73,8 +92,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int tiles_m = (rows + kBlockM - 1) / kBlockM, tiles_n = (columns + kBlockN - 1) / kBlockN;
-  const int tiles = tiles_m * tiles_n, k_tiles = (depth + gemm::kStageDepth - 1) / gemm::kStageDepth;
-  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const int tiles = tiles_m * tiles_n, all_k_tiles = (depth + gemm::kStageDepth - 1) / gemm::kStageDepth;
+  const int block = static_cast<int>(blockIdx.x) / kSplit, blocks = static_cast<int>(gridDim.x) / kSplit;
+  const int rank = static_cast<int>(blockIdx.x) % kSplit;  // in the cluster: which part of K
+  const int first_k = static_cast<int>(static_cast<i64>(all_k_tiles) * rank / kSplit);
+  const int k_tiles = static_cast<int>(static_cast<i64>(all_k_tiles) * (rank + 1) / kSplit) - first_k;
 
   Ring ring(smem + Layout::kRing);
   if (threadIdx.x == 0) {
@@ -94,12 +116,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x >= 32) {
+      leave_cluster();
+      return;
+    }
     const bool issues = ptx::elect_one();
     if (issues) {  // the first weights towards L2: no read, so it need not wait for the launch before
       const gemm::TileIndex tile = gemm::tile_of_block(block, tiles_m, tiles_n);
       for (int k = 0; k < min(k_tiles, kStages); ++k) {
-        gemm::prefetch_weight<Layout, kWeightAlongN>(&w_map, tile.n * kBlockN, k * gemm::kStageDepth);
+        gemm::prefetch_weight<Layout, kWeightAlongN>(&w_map, tile.n * kBlockN, (first_k + k) * gemm::kStageDepth);
       }
     }
     ptx::griddepcontrol_wait();
@@ -111,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           ring.wait_empty();
           gemm::load_stage<Layout, kWeightAlongN>(smem + ring.stage * Layout::kStageBytes, &x_map, &w_map,
                                                   ring.full + ring.stage, tile.m * kBlockM, tile.n * kBlockN,
-                                                  k * gemm::kStageDepth);
+                                                  (first_k + k) * gemm::kStageDepth);
         }
         ring.advance();
         if (k == min(kStages, k_tiles) - 1) {  // a full ring on its way
@@ -120,6 +145,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     }
+    __syncwarp();
+    leave_cluster();
     return;
   }
 
@@ -127,12 +154,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   ptx::griddepcontrol_wait();
   const int consumer = warpgroup - 1;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  const int group_row = kPingPong ? 0 : consumer * kGroupRows;  // in a tile
+  const int group_row = kPingPong || kShareColumns ? 0 : consumer * kGroupRows;  // in a tile
+  const int group_column = kShareColumns ? consumer * kGroupColumns : 0;
   const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + group_row * gemm::kSpan);
-  const u64 w_at = kWeightAlongN ? wgmma_descriptor_mn_major<gemm::kSpan>(smem + Layout::kBytesX,
-                                                                         gemm::kStageDepth * gemm::kSpan)
-                                 : wgmma_descriptor_k_major<gemm::kSpan>(smem + Layout::kBytesX);
+  unsigned char* const group_w = smem + Layout::kBytesX + group_column * gemm::kSpan;
+  const u64 w_at = kWeightAlongN
+                       ? wgmma_descriptor_mn_major<gemm::kSpan>(group_w, gemm::kStageDepth * gemm::kSpan)
+                       : wgmma_descriptor_k_major<gemm::kSpan>(group_w);
   gemm::OutputBuffers buffers{smem + Layout::kOutput +
                               (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
 
@@ -145,17 +174,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       break;
     }
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-    const int first_row = tile.m * kBlockM + group_row + warp * 16, first_column = tile.n * kBlockN;
+    const int tile_row = tile.m * kBlockM, tile_column = tile.n * kBlockN;
+    // Of the tile, what this warp finishes begins here; with K split, its first unit does.
+    const int unit = rank * Parts::kOwnUnits + consumer * 4 + warp;
+    const int first_row = tile_row + (kSplit > 1 ? Parts::row_of(unit) : group_row + warp * 16);
+    const int first_column = tile_column + (kSplit > 1 ? Parts::column_of(unit) : group_column);
     gemm::SlabInputs<Rules, Element, Bias> inputs;
-    inputs.load(result, first_row, first_column);
+    if (kSplit == 1 || consumer * 4 + warp < Parts::kOwnUnits) inputs.load(result, first_row, first_column);
     turns.take();
-    float sum[kRowTiles][kBlockN / 2];
+    float sum[kRowTiles][kGroupColumns / 2];
     Ring done = ring;  // one stage behind
     for (int k = 0; k < k_tiles; ++k) {
       ring.wait_full();
       ptx::wgmma_fence();
       const u32 stage = static_cast<u32>(ring.stage * Layout::kStageBytes);
-      gemm::multiply_stage<Element, kBlockN, kWeightAlongN>(sum, wgmma_descriptor_advance(x_at, stage),
+      gemm::multiply_stage<Element, kGroupColumns, kWeightAlongN>(sum, wgmma_descriptor_advance(x_at, stage),
                                                            wgmma_descriptor_advance(w_at, stage), k > 0);
       ptx::wgmma_commit_group();
       ring.advance();
@@ -169,7 +202,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     done.release();
     if constexpr (kPingPong) skip_stages(ring, k_tiles);
 
-    gemm::write_tile(sum, inputs, result, buffers, first_row, first_column);
+    if constexpr (kSplit == 1) {
+      gemm::write_tile(sum, inputs, result, buffers, first_row, first_column);
+    } else {
+      const Parts parts{reinterpret_cast<float*>(smem)};
+      ptx::bar_sync(1, 128 * kConsumers);  // both have read the last stage
+      parts.keep(sum, group_row + warp * 16, group_column);
+      ptx::cluster_sync();
+      for (int own = consumer * 4 + warp; own < Parts::kOwnUnits; own += 4 * kConsumers) {
+        const int at = rank * Parts::kOwnUnits + own;
+        const int row = tile_row + Parts::row_of(at), column = tile_column + Parts::column_of(at);
+        if (at != unit) inputs.load(result, row, column);
+        float total[Parts::kSums];
+        parts.add(total, at);
+        gemm::write_slab(total, 0, inputs, result, buffers, row, column);
+      }
+      ptx::cluster_sync();  // the parts have been read: blocks may go
+    }
   }
   if constexpr (kTmaStore) buffers.drain();
   turns.finish();
