@@ -133,6 +133,11 @@ class CudaExecutable(Executable):
             self._launch(block, stream)
         self._free.append(block)
 
+    def repeated(self) -> Callable[[list[int], int], None]:
+        from cki.replay import RepeatedLaunch
+
+        return RepeatedLaunch(self)
+
     def _launch(self, block: _LaunchBlock, stream: int) -> None:
         done = 0
         try:

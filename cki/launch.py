@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cki import log, source, tensor_map
@@ -38,6 +38,10 @@ class Executable(ABC):
     @abstractmethod
     def launch(self, pointers: Sequence[int], stream: int) -> None:
         """Run all steps on `stream`: `pointers` holds a base address for each slot.  Does not wait (CUDA)."""
+
+    def repeated(self) -> Callable[[list[int], int], None]:
+        """`launch` for a caller that often passes the same addresses again."""
+        return self.launch
 
     def log_steps(self) -> None:
         """One line a step: kernel, constants, geometry, reason."""

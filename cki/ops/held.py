@@ -45,7 +45,7 @@ class HeldPlan:
 
             return held
 
-        launch, current_stream = entry.executable.launch, entry.current_stream
+        launch, current_stream = entry.executable.repeated(), entry.current_stream
 
         def launched(*inputs: Any, out: Any = None, stream: Any = None) -> Any:
             # With the one output given, a call is nothing but the launch.

@@ -1,0 +1,138 @@
+"""Held plans that repeat themselves: when a graph is recorded and replayed, and that results never depend on it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import cki
+
+replay = pytest.importorskip("cki.replay")
+
+
+class Recorder:
+    """Stands for an executable on cuda:0, for the graphs of it, and for the driver."""
+
+    class device:
+        index = 0
+
+    def __init__(self, monkeypatch):
+        self.events = []
+        self.capturing = set()
+        monkeypatch.setattr(replay.driver, "device_count", lambda: 1)
+        monkeypatch.setattr(replay, "ExecutableGraph", self.record)
+        monkeypatch.setattr(replay, "graphLaunch", lambda handle, stream: self.events.append(handle))
+        monkeypatch.setattr(replay, "streamIsCapturing", lambda stream: stream in self.capturing)
+
+    def record(self, executable, pointers):
+        self.events.append("record")
+        return type("Graph", (), {"handle": ("replay", *pointers)})()
+
+    def launch(self, pointers, stream):
+        self.events.append("launch")
+
+    def take(self):
+        events, self.events = self.events, []
+        return events
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    return Recorder(monkeypatch)
+
+
+def test_equal_calls_are_recorded_after_a_while_and_then_replayed(recorder):
+    launch = replay.RepeatedLaunch(recorder)
+    for _ in range(12):
+        launch([1, 2], 7)
+    assert recorder.take() == ["launch"] * 8 + ["record", "launch"] + [("replay", 1, 2)] * 3
+    launch([1, 3], 7)
+    launch([1, 2], 7)  # the graph went with its addresses
+    assert recorder.take() == ["launch"] * 2
+
+
+def test_changing_patterns_are_recorded_ever_more_rarely(recorder):
+    launch = replay.RepeatedLaunch(recorder)
+    for address in range(40):
+        for _ in range(20):
+            launch([address], 0)
+    assert recorder.take().count("record") == 2  # after 8 and after 16 equal calls; 32 never come
+
+
+def test_a_captured_stream_gets_the_launches_themselves(recorder):
+    launch = replay.RepeatedLaunch(recorder)
+    recorder.capturing.add(5)
+    for _ in range(20):
+        launch([1], 5)
+    assert set(recorder.take()) == {"launch"}
+    for _ in range(3):
+        launch([1], 6)
+    assert recorder.take() == ["record", "launch", ("replay", 1), ("replay", 1)]
+    launch([1], 5)
+    assert recorder.take() == ["launch"]
+
+
+def test_the_legacy_stream_beside_a_capture_raises_nothing(recorder, monkeypatch):
+    def refuse(stream):
+        raise replay.CUDARuntimeError(906)
+
+    monkeypatch.setattr(replay, "streamIsCapturing", refuse)
+    launch = replay.RepeatedLaunch(recorder)
+    for _ in range(20):
+        launch([1], 0)
+    assert set(recorder.take()) == {"launch"}
+
+
+def test_a_graph_in_use_by_another_thread_is_not_waited_for(recorder, monkeypatch):
+    launch = replay.RepeatedLaunch(recorder)
+    for _ in range(9):
+        launch([1], 0)
+    recorder.take()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(handle, stream):
+        inside.set()
+        go_on.wait(10)
+        recorder.events.append(handle)
+
+    monkeypatch.setattr(replay, "graphLaunch", slow)
+    other = threading.Thread(target=launch, args=([1], 0))
+    other.start()
+    assert inside.wait(10)
+    launch([1], 0)
+    go_on.set()
+    other.join()
+    assert recorder.take() == ["launch", ("replay", 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+def test_results_on_the_gpu_never_depend_on_it():
+    torch = pytest.importorskip("torch")
+    x, weight = torch.randn(64, 1024, device="cuda"), torch.rand(1024, device="cuda")
+    out, other = torch.empty_like(x), torch.empty_like(x)
+    held = cki.hold(cki.rms_norm, x, weight, out=out)
+    side = torch.cuda.Stream()
+    for number in range(60):
+        x.fill_(0.0)
+        x[:, number] = 1.0 + number
+        target = other if number % 13 == 12 else out
+        expected = cki.rms_norm(x, weight).clone()
+        if number % 3 == 2:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                held(x, weight, out=target)
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            held(x, weight, out=target)
+        assert torch.equal(target, expected), number
+    for _ in range(20):
+        held(x, weight, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held(x, weight, out=out)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert np.array_equal(out.cpu(), cki.rms_norm(x, weight).cpu())
