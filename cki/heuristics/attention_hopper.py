@@ -25,8 +25,8 @@ from cki.device import DeviceInfo
 
 #: How tiles reach blocks: `Schedule` in cuda_src/attention/hopper/scheduler.cuh.
 SCHEDULES = ("single", "fixed", "dynamic")
-#: Bytes of keys and values that are to stay in L2 while all row blocks of their heads pass: half of an H200's 60 MB.
-_L2_SHARE = 2
+#: Part of L2 for keys and values that are to stay there while all row blocks of their heads pass.
+_L2_SHARE = 0.55
 _REGISTER_FILE = 65536
 #: Registers of (producer, consumer) threads by the number of consumer warpgroups; 0 leaves the compiled number.
 _REGISTER_SHARES = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
@@ -97,14 +97,17 @@ def value_span(value_dim: int) -> int:
 def heads_per_section(
     kv_bytes: int, group: int, batch_heads: int, row_blocks: int, resident: int, device: DeviceInfo
 ) -> int:
-    """(batch, head) pairs whose keys and values stay in L2 together: whole groups.
+    """(batch, head) pairs whose keys and values stay in L2 together: whole groups, all sections alike.
 
     kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  A section has tiles for
-    one and a half rounds of them at least, so that in the last section long causal tiles find short ones to end with.
+    one and a half rounds of them at least, so that in the last section long causal tiles find short ones to end with: a
+    last section of fewer tiles than blocks costs half a long tile (4 % at 16 heads of 16384 tokens).
     """
-    fitting = max(1, device.l2_bytes // _L2_SHARE // max(kv_bytes, 1)) * group
-    balanced = -(-3 * resident // (2 * max(row_blocks, 1)))
-    return min(batch_heads, max(fitting, -(-balanced // group) * group))
+    groups = batch_heads // group
+    fitting = int(device.l2_bytes * _L2_SHARE / max(kv_bytes, 1))
+    even = [size for size in range(1, groups + 1) if groups % size == 0]
+    balanced = [size for size in even if 2 * size * group * row_blocks >= 3 * resident] or [groups]
+    return group * max([size for size in balanced if size <= fitting], default=balanced[0])
 
 
 def choose_hopper_tiles(

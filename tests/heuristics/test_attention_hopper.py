@@ -83,9 +83,11 @@ def test_swizzles_divide_rows():
 
 def test_sections_hold_whole_groups():
     megabyte = 1 << 20
-    assert heads_per_section(megabyte, 4, 1000, 64, 132, DEVICE) == 30 * 4
+    assert heads_per_section(megabyte, 4, 1024, 64, 132, DEVICE) == 32 * 4
     assert heads_per_section(100 * megabyte, 4, 1000, 132, 132, DEVICE) == 4
     assert heads_per_section(100 * megabyte, 1, 1000, 132, 132, DEVICE) == 2  # long tiles meet short ones
+    assert heads_per_section(8 * megabyte, 1, 16, 128, 132, DEVICE) == 4  # of 4 that fit
+    assert heads_per_section(megabyte, 1, 13, 128, 132, DEVICE) == 13  # no even part is large enough
     assert heads_per_section(1, 1, 7, 1, 132, DEVICE) == 7
 
 

@@ -59,6 +59,9 @@ struct Features {
 constexpr bool kHides = kLimitLeft || kLimitRight || kBias || kMask;
 // Whether the rows of a warpgroup may see different keys in another tile than the one that holds the last key.
 constexpr bool kHasLimits = kLimitLeft || kLimitRight;
+// Order of a step's softmax. Wide outputs take many instructions to rescale: row by row, the first row's run beside the
+// second row's exponentials.
+constexpr bool kRowByRow = kValueDim > 128;
 
 // A compile-time choice as an argument of a lambda.
 template <bool kChoice>
@@ -82,14 +85,12 @@ struct Rows {
   QueryRow<BiasElement> query[2];
 };
 
-// Scores of a finished product to weights in fp32. kBandTest: some row does not see some key of the tile.
+// Scores of a finished product to logits. kBandTest: some row does not see some key of the tile.
 template <bool kBandTest>
-__device__ __forceinline__ void finish_scores(float (&scores)[kBlockKeys / 2], Rows& rows, float (&correction)[2],
-                                              int first_key, const Band& band, const LogitRules& rules,
-                                              float exponent_scale) {
+__device__ __forceinline__ void finish_scores(float (&scores)[kBlockKeys / 2], const Rows& rows, int first_key,
+                                              const Band& band, const LogitRules& rules) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) finish_logits<Features, kBandTest>(scores, r, first_key, rows.query[r], band, rules);
-  take_tile<kBandTest || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction, exponent_scale);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hopper(
@@ -210,12 +211,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
-    finish_scores<decltype(band_test)::kValue>(scores, rows, correction, tile * kBlockKeys, band, rules,
-                                               exponent_scale);
+    finish_scores<decltype(band_test)::kValue>(scores, rows, tile * kBlockKeys, band, rules);
+    take_tile<decltype(band_test)::kValue || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction,
+                                                                          exponent_scale);
     pack_weights<Element>(rows.weights, scores);
   };
-  // S of `tile` and its softmax, beside the values of the tile before.
+  // S of `tile` and its softmax, beside the values of the tile before. Where the wait for these stands decides the speed: in
+  // front of the softmax they would no longer run beside it, behind it the rescaling of the output and the packing of weights
+  // would stand alone, while the special function unit idles. ptxas places it by its basic blocks: a branch between the
+  // search for the largest score and the exponentials keeps it behind the first of these and in front of most.
   const auto step = [&](Rows& rows, auto band_test, int tile, bool is_last) {
+    constexpr bool kBandTest = decltype(band_test)::kValue;
+    constexpr bool kMayHide = kBandTest || kBias || kMask;
     float scores[kBlockKeys / 2], correction[2];
     key_ring.wait_full();
     turns.take();
@@ -228,19 +235,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
-    finish_scores<decltype(band_test)::kValue>(scores, rows, correction, tile * kBlockKeys, band, rules,
-                                               exponent_scale);
-    ptx::wgmma_fence_registers(scores);
-    // Needed only in the next step. Here the branch keeps ptxas from moving exponentials behind the wait below, where they
-    // would no longer run beside the product. After the last scores the queries of the next tile may come.
-    if (is_last) {
-      query_ring.release();
+    finish_scores<kBandTest>(scores, rows, tile * kBlockKeys, band, rules);
+    const auto finish_values = [&] {
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_fence_registers(rows.output);
+      value_ring.release();
+    };
+    // After the last scores the queries of the next tile may come.
+    if constexpr (kRowByRow) {
+      const auto reference = [&](int r) {
+        return take_reference<kMayHide>(scores, r, rows.softmax[r], correction[r], exponent_scale);
+      };
+      const auto weights = [&](int r, float subtract) {
+        subtract_reference(scores, r, subtract);
+        take_weights(scores, r, rows.softmax[r], correction[r], 0.0f, exponent_scale);
+      };
+      const float first = reference(0);
+      if (is_last) {
+        query_ring.release();
+      } else {
+        key_ring.wait_full();  // needed in the next step only; here it is the branch
+      }
+      weights(0, first);
+      const float second = reference(1);
+      finish_values();
+      weights(1, second);
     } else {
-      key_ring.wait_full();
+      if (is_last) query_ring.release();
+      take_tile<kMayHide, kScaleFirst>(scores, rows.softmax, correction, exponent_scale);
+      finish_values();
     }
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_fence_registers(rows.output);
-    value_ring.release();
     pack_weights<Element>(rows.weights, scores);
     scale_rows(rows.output, correction);
   };
