@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import cki
 import cki.reference
-from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError
+from cki.errors import InvalidArgumentError
 from tests.compare import assert_close
 
 torch = pytest.importorskip("torch")
 from tests.encoder.hf_bert import CONFIG, PRE_LN, ROBERTA, forward, random_model  # noqa: E402
+from tests.encoder.inputs import DTYPES, LENGTHS, MASK, OFFSETS, TORCH, on, some_ids  # noqa: E402
 
 pytestmark = pytest.mark.torch
-DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
-TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-LENGTHS = np.array([9, 4, 1])
-OFFSETS = np.array([0, 7, 7, 40, 41, 46])
-MASK = (np.arange(9) < LENGTHS[:, None]).astype(np.int64)
-
-
-def some_ids(config, batch=3, seq=9, seed=1):
-    """Token ids, padded behind LENGTHS where the batch is of that size."""
-    ids = np.random.default_rng(seed).integers(3, config["vocab_size"], (batch, seq))
-    if batch == len(LENGTHS) and seq == 9:
-        ids[MASK == 0] = config["pad_token_id"]
-    return ids
-
-
-def on(device, arrays, dtype=np.float32):
-    return {name: device.array(value.astype(dtype)) for name, value in arrays.items()}
 
 
 def check(device, config, dtype="f32", *, kept=MASK, **inputs):
@@ -204,62 +187,6 @@ def test_a_forward_pass_is_seven_launches_a_layer_and_two_more(device):
     assert encoder.prepare().build(ids, mask) == 2 + 7 * 2
 
 
-# --- packed sequences -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA], ids=["bert", "roberta"])
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
-def test_packed_sequences(device, config, dtype):
-    """Sequences without padding, one of them empty, one longer than a warp is wide, and a rest that belongs to none."""
-    config = {**config, "max_position_embeddings": 60}
-    model, state = random_model(config)
-    encoder = cki.Encoder.from_weights(on(device, state, DTYPES[dtype]), config)
-    ids = np.random.default_rng(5).integers(0, 97, 48)
-    types = np.random.default_rng(6).integers(0, config["type_vocab_size"], 48)
-    arguments = [device.array(ids), None, device.array(types)]
-    for offsets in (OFFSETS, OFFSETS.astype(np.int32)):
-        got = device.numpy(encoder(*arguments, cu_seqlens=device.array(offsets), max_seqlen=33))
-        assert got.shape == (48, 48)
-        truth, plain = np.zeros((2, 48, 48))
-        for start, end in zip(OFFSETS, OFFSETS[1:]):
-            if end > start:
-                one = (ids[None, start:end], None, types[None, start:end])
-                truth[start:end] = forward(model.double(), *one).numpy()
-                plain[start:end] = forward(model.to(TORCH[dtype]), *one).double().numpy()
-        assert_close(got[:46], truth[:46], plain[:46])
-    options = {"token_type_ids": types, "cu_seqlens": OFFSETS}
-    if dtype == "f32":
-        named = {name: device.numpy(weight) for name, weight in encoder.weights.items()}
-        reference = cki.reference.encoder(named, encoder.config, ids, **options)
-        np.testing.assert_allclose(reference[:46], truth[:46], rtol=0, atol=1e-12)
-        for pooling in ("mean", "first"):
-            truth = cki.reference.encoder_embed(named, encoder.config, ids, **options, pooling=pooling)
-            vectors = encoder.embed(*arguments, cu_seqlens=device.array(OFFSETS), pooling=pooling)
-            assert np.abs(device.numpy(vectors) - truth).max() < 1e-6
-            assert not device.numpy(vectors)[1].any()
-
-
-def test_a_captured_graph_serves_other_lengths(device):
-    _, state = random_model(ROBERTA)
-    encoder = cki.Encoder.from_weights(on(device, state, np.float16), ROBERTA)
-    ids = device.array(np.random.default_rng(5).integers(2, 97, 40))
-    offsets = device.array(np.array([0, 20, 30, 40]))
-    with cki.capture(encoder.embed, ids, cu_seqlens=offsets, max_seqlen=37) as graph:
-        for values in ([0, 20, 30, 40], [0, 1, 38, 40], [0, 0, 20, 40]):
-            offsets[...] = device.array(np.array(values))
-            eager = encoder.embed(ids, cu_seqlens=offsets, max_seqlen=37)
-            assert np.array_equal(device.numpy(graph.replay()), device.numpy(eager))
-
-
-def test_offsets_beyond_the_tokens_are_cut_off(device):
-    _, state = random_model(ROBERTA)
-    encoder = cki.Encoder.from_weights(on(device, state), ROBERTA)
-    ids = device.array(np.random.default_rng(5).integers(2, 97, 20))
-    good = encoder.embed(ids, cu_seqlens=device.array(np.array([0, 9, 20])))
-    bad = encoder.embed(ids, cu_seqlens=device.array(np.array([-5, 9, 1 << 40])))
-    assert np.array_equal(device.numpy(good), device.numpy(bad))
-
-
 # --- the user's weights -----------------------------------------------------------------------------------------------
 
 
@@ -365,91 +292,3 @@ def test_weights_and_ids_of_every_framework(framework):
         half = cki.Encoder.from_weights(weights, CONFIG, dtype="bf16")
         assert half.dtype == "bf16"
         assert np.abs(np.asarray(half(ids, MASK), np.float32)[MASK > 0] - expected[MASK > 0]).max() < 0.3
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def small():
-    _, state = random_model(CONFIG)
-    return cki.Encoder.from_weights({n: v.astype(np.float32) for n, v in state.items()}, CONFIG)
-
-
-def test_every_broken_rule_is_named(small):
-    ids = some_ids(CONFIG)
-    with cki.device("sim"), pytest.raises(InvalidArgumentError) as caught:
-        small(ids, MASK[:, :4], ids[:2], ids[0, :4], lengths=MASK)
-    assert caught.value.problems == (
-        "attention_mask and lengths are both given",
-        "attention_mask has shape (3, 4), input_ids has shape (3, 9)",
-        "lengths has shape (3, 9), input_ids has shape (3, 9)",
-        "token_type_ids has shape (2, 9), input_ids has shape (3, 9)",
-        "position_ids has shape (4,), input_ids has shape (3, 9)",
-    )
-    with cki.device("sim"), pytest.raises(InvalidTypeError) as caught:
-        small(ids.astype(np.int16), MASK.astype(np.float32), position_ids=ids.astype(np.int8))
-    assert caught.value.problems == ("input_ids is i16", "attention_mask is f32", "position_ids is i8")
-
-
-def test_broken_rules_of_packed_sequences(small):
-    ids, offsets = some_ids(CONFIG)[0], np.array([0, 9])
-    with cki.device("sim"):
-        with pytest.raises(InvalidArgumentError) as caught:
-            small(ids, ids, ids[:4], lengths=offsets, cu_seqlens=offsets[:1], max_seqlen=-1)
-        assert caught.value.problems == (
-            "max_seqlen is -1",
-            "cu_seqlens has shape (1,)",
-            "attention_mask and cu_seqlens are both given",
-            "lengths and cu_seqlens are both given",
-            "token_type_ids has shape (4,), input_ids has shape (9,)",
-        )
-        with pytest.raises(InvalidArgumentError, match=r"input_ids has shape \(1, 9\)"):
-            small(ids[None], cu_seqlens=offsets)
-        with pytest.raises(InvalidTypeError, match="cu_seqlens is f64"):
-            small(ids, cu_seqlens=offsets * 1.0)
-        with pytest.raises(InvalidArgumentError, match="nothing to pool"):
-            small.embed(ids[:0], cu_seqlens=offsets)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"input_ids": np.zeros(9, np.int64)}, r"input_ids has shape \(9,\)"),
-        ({"input_ids": np.zeros((1, 41), np.int64)}, "41 tokens a sequence, the model has positions for 40"),
-        ({"workspace": np.zeros(100, np.uint8)}, "workspace has 100 bytes"),
-        ({"workspace": np.zeros((100, 1), np.uint8)}, r"workspace .*\(100, 1\)"),
-        ({"out": np.zeros((3, 9, 47), np.float32)}, r"out of shape \(3, 9, 48\)"),
-    ],
-)
-def test_bad_arguments(small, change, message):
-    arguments = {"input_ids": some_ids(CONFIG), **change}
-    with cki.device("sim"), pytest.raises(InvalidArgumentError, match=message):
-        small(**arguments)
-
-
-def test_other_bad_arguments(small, monkeypatch):
-    ids = some_ids(CONFIG)
-    with cki.device("sim"):
-        for pooling in ("max", None):
-            with pytest.raises(InvalidArgumentError, match="pooling is"):
-                small.embed(ids, pooling=pooling)
-        with pytest.raises(InvalidArgumentError, match="nothing to pool"):
-            small.embed(ids[:, :0])
-        assert small(ids[:0]).shape == (0, 9, 48)
-        assert small(ids[:, :0]).shape == (3, 0, 48)
-        with pytest.raises(InvalidTypeError, match="input_ids is None"):
-            small(None)
-        with pytest.raises(InvalidTypeError, match="input_ids is of type list"):
-            small([[1, 2]])
-        with pytest.raises(InvalidTypeError, match="different frameworks"):
-            small(ids, torch.from_numpy(MASK))
-        monkeypatch.setenv("CKI_VALIDATE", "1")
-        with pytest.raises(InvalidArgumentError, match="token_ids holds 97"):
-            small(np.full((1, 3), 97))
-        with pytest.raises(
-            InvalidArgumentError, match="a sequence has 41 tokens, the model has positions for 40"
-        ):
-            small(np.zeros(41, np.int64), cu_seqlens=np.array([0, 41]))
-    with cki.device("cuda"), pytest.raises(DeviceError, match="are on cpu, but the current device is cuda"):
-        small(ids)

@@ -1,0 +1,100 @@
+"""What `cki.Encoder` says of calls that it cannot make."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cki
+from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError
+
+torch = pytest.importorskip("torch")
+from tests.encoder.hf_bert import CONFIG, random_model  # noqa: E402
+from tests.encoder.inputs import MASK, some_ids  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def small():
+    _, state = random_model(CONFIG)
+    return cki.Encoder.from_weights({n: v.astype(np.float32) for n, v in state.items()}, CONFIG)
+
+
+def test_every_broken_rule_is_named(small):
+    ids = some_ids(CONFIG)
+    with cki.device("sim"), pytest.raises(InvalidArgumentError) as caught:
+        small(ids, MASK[:, :4], ids[:2], ids[0, :4], lengths=MASK)
+    assert caught.value.problems == (
+        "attention_mask and lengths are both given",
+        "attention_mask has shape (3, 4), input_ids has shape (3, 9)",
+        "lengths has shape (3, 9), input_ids has shape (3, 9)",
+        "token_type_ids has shape (2, 9), input_ids has shape (3, 9)",
+        "position_ids has shape (4,), input_ids has shape (3, 9)",
+    )
+    with cki.device("sim"), pytest.raises(InvalidTypeError) as caught:
+        small(ids.astype(np.int16), MASK.astype(np.float32), position_ids=ids.astype(np.int8))
+    assert caught.value.problems == ("input_ids is i16", "attention_mask is f32", "position_ids is i8")
+
+
+def test_broken_rules_of_packed_sequences(small):
+    ids, offsets = some_ids(CONFIG)[0], np.array([0, 9])
+    with cki.device("sim"):
+        with pytest.raises(InvalidArgumentError) as caught:
+            small(ids, ids, ids[:4], lengths=offsets, cu_seqlens=offsets[:1], max_seqlen=-1)
+        assert caught.value.problems == (
+            "max_seqlen is -1",
+            "cu_seqlens has shape (1,)",
+            "attention_mask and cu_seqlens are both given",
+            "lengths and cu_seqlens are both given",
+            "token_type_ids has shape (4,), input_ids has shape (9,)",
+        )
+        with pytest.raises(InvalidArgumentError, match=r"input_ids has shape \(1, 9\)"):
+            small(ids[None], cu_seqlens=offsets)
+        with pytest.raises(InvalidTypeError, match="cu_seqlens is f64"):
+            small(ids, cu_seqlens=offsets * 1.0)
+        with pytest.raises(InvalidArgumentError, match="nothing to pool"):
+            small.embed(ids[:0], cu_seqlens=offsets)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": np.zeros(9, np.int64)}, r"input_ids has shape \(9,\)"),
+        ({"input_ids": np.zeros((1, 41), np.int64)}, "41 tokens a sequence, the model has positions for 40"),
+        ({"workspace": np.zeros(100, np.uint8)}, "workspace has 100 bytes"),
+        ({"workspace": np.zeros((100, 1), np.uint8)}, r"workspace .*\(100, 1\)"),
+        ({"out": np.zeros((3, 9, 47), np.float32)}, r"out of shape \(3, 9, 48\)"),
+    ],
+)
+def test_bad_arguments(small, change, message):
+    arguments = {"input_ids": some_ids(CONFIG), **change}
+    with cki.device("sim"), pytest.raises(InvalidArgumentError, match=message):
+        small(**arguments)
+
+
+def test_other_bad_arguments(small, monkeypatch):
+    ids = some_ids(CONFIG)
+    with cki.device("sim"):
+        for pooling in ("max", None):
+            with pytest.raises(InvalidArgumentError, match="pooling is"):
+                small.embed(ids, pooling=pooling)
+        with pytest.raises(InvalidArgumentError, match="nothing to pool"):
+            small.embed(ids[:, :0])
+        assert small(ids[:0]).shape == (0, 9, 48)
+        assert small(ids[:, :0]).shape == (3, 0, 48)
+        with pytest.raises(InvalidTypeError, match="input_ids is None"):
+            small(None)
+        with pytest.raises(InvalidTypeError, match="input_ids is of type list"):
+            small([[1, 2]])
+        with pytest.raises(InvalidTypeError, match="different frameworks"):
+            small(ids, torch.from_numpy(MASK))
+        monkeypatch.setenv("CKI_VALIDATE", "1")
+        with pytest.raises(InvalidArgumentError, match="token_ids holds 97"):
+            small(np.full((1, 3), 97))
+        with pytest.raises(
+            InvalidArgumentError, match="a sequence has 41 tokens, the model has positions for 40"
+        ):
+            small(np.zeros(41, np.int64), cu_seqlens=np.array([0, 41]))
+    with cki.device("cuda"), pytest.raises(DeviceError, match="are on cpu, but the current device is cuda"):
+        small(ids)
