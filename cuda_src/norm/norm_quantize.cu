@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
   const RowTensor<Element> sum_rows{sum, sum_stride0, sum_stride1, sum_stride2, sum_step};
   const float inverse_width = 1.0f / static_cast<float>(width);
   const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kThreadsPerRow;
-  const bool present = row < rows;  // threads without a row take part in the warp's reductions
+  const bool present = kRowsPerBlock == 1 || row < rows;  // threads without a row take part in the warp's reductions
 
   RowInput input;
   input.load(x_rows, residual_rows, row, extents, width, present);
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
 
   float row_scale = 1.0f;
   if constexpr (!kBlockScales) row_scale = e4m3_scale(row_reduce<Max>(row_largest, largest_scratch));
-  float inverse = 1.0f / row_scale;
+  float inverse = inverse_of_scale(row_scale);
   u8* codes_row = codes_rows.row(row, extents);
   float* scale_row = scale_rows.row(row, extents);
   if constexpr (!kBlockScales)
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
     const bool held = present && row_holds(v, width);
     if constexpr (kBlockScales) {
       const float block_scale = e4m3_scale(warp_max<kBlockLanes>(largest_finite(0.0f, values[v])));
-      inverse = 1.0f / block_scale;
+      inverse = inverse_of_scale(block_scale);
       if (held && column % kBlock == 0) scale_row[column / kBlock * scale_step] = block_scale;
     }
     if (held) store_e4m3(codes_row + column_offset(column, codes_step), values[v], inverse);

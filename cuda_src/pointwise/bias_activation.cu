@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                     i64 multiplier_stride0, i64 multiplier_stride1, i64 multiplier_stride2, i64 multiplier_step,
                     i64 y_stride0, i64 y_stride1, i64 y_stride2, i64 y_step, i64 bias_step) {
   const int row = tile_row();
-  if (row >= rows) return;
+  if (kRowsPerBlock > 1 && row >= rows) return;
   const RowExtents extents{extent1, extent2};
   const Element* x_row = RowTensor<const Element>{x, x_stride0, x_stride1, x_stride2, x_step}.row(row, extents);
   const Element* multiplier_row = multiplier;

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                 i64 first_index, u32 threshold, float keep_scale) {
   constexpr int kCallSize = kVectorSize < 4 ? kVectorSize : 4;  // elements that one Philox call decides
   const int row = tile_row();
-  if (row >= rows) return;
+  if (kRowsPerBlock > 1 && row >= rows) return;
   const RowExtents extents{extent1, extent2};
   const Element* x_row = RowTensor<const Element>{x, x_stride0, x_stride1, x_stride2, x_step}.row(row, extents);
   const Element* residual_row = residual;

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                  i64 x_stride1, i64 x_stride2, i64 x_step, i64 codes_stride0, i64 codes_stride1, i64 codes_stride2,
                  i64 codes_step, i64 scale_stride0, i64 scale_stride1, i64 scale_stride2, i64 scale_step) {
   const int row = tile_row();
-  const bool present = row < rows;  // all lanes of a warp take part in the shuffles
+  const bool present = kRowsPerBlock == 1 || row < rows;  // all lanes of a warp take part in the shuffles
   const RowExtents extents{extent1, extent2};
   const Element* x_row = RowTensor<const Element>{x, x_stride0, x_stride1, x_stride2, x_step}.row(row, extents);
   u8* codes_row = RowTensor<u8>{codes, codes_stride0, codes_stride1, codes_stride2, codes_step}.row(row, extents);
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       if constexpr (kVectorAccess) inputs[v].to_floats(values[v]);
       if constexpr (!kGivenScale) {
         const float block_scale = e4m3_scale(warp_max<kBlockLanes>(largest_finite(0.0f, values[v])));
-        inverse = 1.0f / block_scale;
+        inverse = inverse_of_scale(block_scale);
         if (present && column < width && column % kBlock == 0) scale_row[column / kBlock * scale_step] = block_scale;
       }
       if constexpr (kVectorAccess) {

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
 
   const RowExtents extents{extent1, extent2};
   const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kThreadsPerRow;
-  const bool present = row < rows;  // threads without a row take part in the warp's reduction
+  const bool present = kRowsPerBlock == 1 || row < rows;  // threads without a row take part in the warp's reduction
 
   RowPart<Element> input;
   input.load(RowTensor<const Element>{x, x_stride0, x_stride1, x_stride2, x_step}.row(row, extents), x_step, width, present);
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
 #pragma unroll
   for (int v = 0; v < kVectorsPerThread; ++v) largest = largest_finite(largest, values[v]);
   const float row_scale = e4m3_scale(row_reduce<Max>(largest, scratch));
-  const float inverse = 1.0f / row_scale;
+  const float inverse = inverse_of_scale(row_scale);
   if (!present) return;
 
   if (threadIdx.x % kThreadsPerRow == 0)

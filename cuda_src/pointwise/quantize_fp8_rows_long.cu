@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
     largest = largest_finite(largest, values);
   });
   const float row_scale = e4m3_scale(block_max(largest, scratch));
-  const float inverse = 1.0f / row_scale;
+  const float inverse = inverse_of_scale(row_scale);
   if (threadIdx.x == 0)
     *RowTensor<float>{scale, scale_stride0, scale_stride1, scale_stride2, scale_step}.row(row, extents) = row_scale;
   for_each_vector(x_row, x_step, width, [&](int column, const float(&values)[kVectorSize]) {

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
 
   const RowExtents extents{extent1, extent2};
   const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kThreadsPerRow;
-  const bool present = row < rows;  // threads without a row take part in the warp's reductions
+  const bool present = kRowsPerBlock == 1 || row < rows;  // threads without a row take part in the warp's reductions
 
   RowPart<Element> input;
   input.load(RowTensor<const Element>{x, x_stride0, x_stride1, x_stride2, x_step}.row(row, extents), x_step, width, present);

@@ -16,6 +16,7 @@ namespace cki {
 constexpr int kThreads = kThreadsPerRow * kRowsPerBlock;
 constexpr int kTileColumns = kThreadsPerRow * kVectorsPerThread * kVectorSize;
 
+// Where a block has several rows, the last block's may lie beyond the end.
 __device__ __forceinline__ int tile_row() { return blockIdx.x * kRowsPerBlock + threadIdx.x / kThreadsPerRow; }
 
 // First column of a thread's vector in the tile that starts at column `first`.
