@@ -39,7 +39,10 @@ class Graph(ABC):
     def __init__(self) -> None:
         self.outputs: Any = None
         self.num_kernels = 0
-        self.pool: Any = None  # the memory that temporary tensors come from
+        # Where temporary tensors come from, and the stream of the recording: pools hand memory out again on the
+        # stream on which it was given back.
+        self.pool: Any = None
+        self.recorded_on: Any = None
         self._kept: list[Any] = []
         self._closed = False
 
@@ -56,7 +59,7 @@ class Graph(ABC):
         self.outputs = None
         self._kept = []
         self._free()
-        self.pool = None
+        self.pool = self.recorded_on = None
 
     def __enter__(self) -> Graph:
         return self
@@ -149,8 +152,8 @@ def capture(
     The framework (torch or CuPy; NumPy or torch on the simulated device) is that of the first tensor among the
     arguments.  warmup: runs before recording, on a side stream, so that nothing is compiled or loaded inside; with 0 a
     first call inside the capture compiles there, which works too.  The recording itself computes nothing.
-    share_memory: an open graph of the same framework, whose temporary memory this one uses too.  They must not run at
-        the same time; `outputs` of both stay apart.  On the simulated device each graph keeps its own.
+    share_memory: an open graph of the same framework and device, whose temporary memory this one uses too.  They must
+        not run at the same time; `outputs` of both stay apart.  On the simulated device each graph keeps its own.
 
     Raises UnsupportedError for frameworks that bring their own graphs (TensorFlow, JAX), and for a function that waits
     for the device, with the line that does; InvalidTypeError or InvalidArgumentError for what is no function, no number
@@ -226,7 +229,8 @@ def _capture_torch(
 
     device = tensor.device if tensor is not None else torch.device("cuda", torch.cuda.current_device())
     with torch.cuda.device(device):
-        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        here = torch.cuda.current_stream()
+        side = torch.cuda.Stream() if shared is None else shared.recorded_on
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(warmup):
@@ -238,7 +242,7 @@ def _capture_torch(
         with _recording("torch") as recording, torch.cuda.graph(torch_graph, pool=pool, stream=side):
             graph.outputs = function(*args, **kwargs)
             graph.num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.cuda_stream))
-        graph.pool = torch_graph.pool()
+        graph.pool, graph.recorded_on = torch_graph.pool(), side
     graph._kept = [args, kwargs, *recording.kept]
     return graph
 
@@ -254,7 +258,8 @@ def _capture_cupy(
     # Temporaries of the function come from a pool that lives with the graph: nobody else gets their memory.
     pool = cupy.cuda.MemoryPool() if shared is None else shared.pool
     with cupy.cuda.Device(device), cupy.cuda.using_allocator(pool.malloc):
-        here, side = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
+        here = cupy.cuda.get_current_stream()
+        side = cupy.cuda.Stream(non_blocking=True) if shared is None else shared.recorded_on
         side.wait_event(here.record())
         with side:
             for _ in range(warmup):
@@ -270,7 +275,7 @@ def _capture_cupy(
                         side.end_capture()
                     raise
                 graph = _CupyGraph(side.end_capture(), device)
-    graph.pool = pool
+    graph.pool, graph.recorded_on = pool, side
     graph.outputs = outputs
     graph.num_kernels = num_kernels
     graph._kept = [args, kwargs, *recording.kept]
