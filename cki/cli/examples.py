@@ -71,6 +71,15 @@ def _layer() -> dict[str, Any]:
     return {**_block(), "w1": _normal(5, 64, 256, scale=0.1), "w2": _normal(6, 256, 64, scale=0.1)}
 
 
+def _packed_layer() -> dict[str, Any]:
+    """Sequences without padding, weights as torch stores them, Q, K and V in one."""
+    layer = _layer()
+    packed = {"wq": np.concatenate([layer[name].T for name in ("wq", "wk", "wv")]), "wk": None, "wv": None}
+    stored = {name: np.ascontiguousarray(layer[name].T) for name in ("wo", "w1", "w2")}
+    x, offsets = layer["x"].reshape(34, 64), np.array([0, 5, 5, 34])
+    return {**layer, **packed, **stored, "x": x, "cu_seqlens": offsets, "weight_layout": "out_in"}
+
+
 def _embedding() -> dict[str, Any]:
     return {
         "token_ids": np.random.default_rng(0).integers(0, 50, (2, 17), dtype=np.int64),
@@ -131,7 +140,7 @@ _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "attention": _attention,
     "linear": _linear,
     "fused_attention": lambda: [_block()],
-    "encoder_layer": lambda: [_layer()],
+    "encoder_layer": lambda: [_layer(), _packed_layer()],
     "embed_tokens": lambda: [_embedding()],
     "mean_pool": lambda: [_pool()],
     "merge_states": lambda: [_states()],
