@@ -1,8 +1,8 @@
 """The cases made from public bug reports (`tests/cases.py`, kept as it came) on the operations that exist.
 
-`run_case` is the adapter: it lays tensors out in memory as the case says and calls cki.  Cases of operations that do
-not exist yet, and descriptions of interoperation between frameworks, stand in two tables; a test compares the
-tables with the list of all cases, so that none is forgotten when either grows.
+`run_case` is the adapter: it lays tensors out in memory as the case says and calls cki.  Descriptions of interoperation
+between frameworks stand in a table; a test compares it with the list of all cases, so that none is forgotten when
+either grows.
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ from tests import cases
 from tests.conftest import DeviceUnderTest
 
 COVERED_OPERATIONS = (
-    "attention", "layer_norm", "rms_norm", "add_rms_norm", "merge_states", "append_kv", "fp8_quantize", "rope", "swiglu", "geglu",
-    "decode_paged", "varlen_attention",
+    "attention", "layer_norm", "rms_norm", "add_rms_norm", "merge_states", "append_kv", "fp8_quantize", "rope",
+    "decode_paged", "varlen_attention", "swiglu", "geglu",
 )  # fmt: skip
-
-#: Cases of operations still to come, by operation.
-LATER_OPERATIONS = {
-}  # fmt: skip
 
 #: Cases without tensors that run in a test of their own.
 RUN_ELSEWHERE = {"block_allocator": "tests/memory/test_blocks.py::test_script"}
@@ -194,8 +190,7 @@ def test_error_case(device: DeviceUnderTest, name: str, dtype: str, monkeypatch:
 
 
 def test_every_case_runs_or_is_listed() -> None:
-    listed = {name: op for op, names in LATER_OPERATIONS.items() for name in names}
-    listed.update(dict.fromkeys(INTEROP, "interop"))
+    listed = dict.fromkeys(INTEROP, "interop")
     elsewhere = {*COVERED_OPERATIONS, *RUN_ELSEWHERE}
     not_run = {case.name: case.op for case in all_cases().values() if case.op not in elsewhere}
     assert listed == not_run
