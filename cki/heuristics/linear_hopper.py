@@ -39,6 +39,7 @@ LAUNCH_REGISTERS = 168
 class HopperTile:
     """block_m x block_n: a tile of the result.  stages: of the ring.  ping_pong: two consumers take tiles in turn, else
     they share each.  split: blocks of a cluster, each with its part of K; the consumers then share the one tile.
+    sharers: blocks of a cluster whose tiles lie below each other, and who bring their weight for each other.
     programmatic: the launch may begin while the one before it in the stream ends."""
 
     block_m: int
@@ -46,6 +47,7 @@ class HopperTile:
     stages: int = 4
     ping_pong: bool = False
     split: int = 1
+    sharers: int = 1
     programmatic: bool = True
 
     @property
@@ -69,8 +71,12 @@ class HopperTile:
         return self.stages * (self.block_m + self.block_n) * _ROW_BYTES
 
     def __str__(self) -> str:
-        turns, split = "pp" if self.ping_pong else "", f"k{self.split}" if self.split > 1 else ""
-        return f"{self.block_m}x{self.block_n}s{self.stages}{turns}{split}{'' if self.programmatic else 'serial'}"
+        words = (
+            f"{self.block_m}x{self.block_n}s{self.stages}", "pp" if self.ping_pong else "",
+            f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
+            "" if self.programmatic else "serial",
+        )  # fmt: skip
+        return "".join(words)
 
 
 #: What the choice takes.
@@ -83,6 +89,8 @@ CANDIDATES = (
     *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(128, 128, 6), HopperTile(64, 128, 8, True),
     HopperTile(64, 64, 8, True), HopperTile(64, 128, 8), HopperTile(64, 128, 8, split=2),
     HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, split=4),
+    HopperTile(128, 128, 6, True, sharers=2), HopperTile(128, 256, 4, sharers=2),
+    HopperTile(64, 256, 4, True, sharers=2),
 )  # fmt: skip
 
 

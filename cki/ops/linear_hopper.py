@@ -126,6 +126,8 @@ def plan_linear_hopper(
         obstacles.append(f"tiles {tile} need {tile.shared_memory} bytes of shared memory")
     if tile.split > max(1, -(-x.shape[-1] // STAGE_DEPTH)):
         obstacles.append(f"K of {x.shape[-1]} has no {tile.split} parts of {STAGE_DEPTH}")
+    if tile.sharers > 1 and (tile.split > 1 or tile.block_n % (64 * tile.sharers)):
+        obstacles.append(f"tiles {tile}: a cluster splits K, or shares out whole 64 columns of the weight")
     if tile.split > 1 and (tile.ping_pong or tile.ring_bytes < tile.block_m * tile.block_n * 4):
         obstacles.append(
             f"tiles {tile}: the blocks of a cluster share one tile, whose fp32 sums must fit where stages were"
@@ -155,14 +157,17 @@ def plan_linear_hopper(
     if access.along_n:
         w_map = _tensor_map(w, columns, depth, access.stride, (64, STAGE_DEPTH))
     else:
-        w_map = _tensor_map(w, depth, columns, access.stride, (STAGE_DEPTH, tile.block_n))
+        w_map = _tensor_map(w, depth, columns, access.stride, (STAGE_DEPTH, tile.block_n // tile.sharers))
     y_map = _tensor_map(y, columns, rows, y_stride, (64, _STORE_ROWS)) if tma_store else x_map
     arguments: tuple[ArgumentValue, ...] = (
         x_map, w_map, y_map, bias or NullPointer(), residual or NullPointer(), y, rows, columns, depth,
         1 if bias is None else bias.strides[0], residual_stride, residual_step, y_stride, y_step,
     )  # fmt: skip
-    # Blocks that split K have one tile.
-    blocks = min(tiles, max(device.sm_count, 1)) if tile.split == 1 else tiles * tile.split
+    if tile.split > 1:  # its blocks have one tile
+        blocks = tiles * tile.split
+    else:
+        clusters = -(-rows // (tile.block_m * tile.sharers)) * -(-columns // tile.block_n)
+        blocks = tile.sharers * max(1, min(clusters, device.sm_count // tile.sharers))
     reason = (
         f"{rows} x {depth} by {columns}: wgmma and TMA, tiles of {tile.block_m} x {tile.block_n}, "
         f"{tile.stages} stages, {'ping-pong' if tile.ping_pong else 'cooperative'}, K in {tile.split} parts, "
@@ -170,7 +175,7 @@ def plan_linear_hopper(
     )
     step = Step(
         kernel, (blocks, 1, 1), (tile.threads, 1, 1), arguments, smem=tile.shared_memory,
-        cluster=(tile.split, 1, 1), programmatic=tile.programmatic, reason=reason,
+        cluster=(tile.split * tile.sharers, 1, 1), programmatic=tile.programmatic, reason=reason,
     )  # fmt: skip
     return (step,)
 
@@ -186,7 +191,8 @@ def hopper_kernel(
         "gemm/hopper/linear.cu", "linear_hopper", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
-        kPingPong=tile.ping_pong, kSplit=tile.split, kWeightAlongN=along_n, kTmaStore=tma_store,
+        kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kWeightAlongN=along_n,
+        kTmaStore=tma_store,
         kVectorY=2 if pair_y else 1,
         kVectorBias=2 if bias is not None and pair_bias else 1,
         kVectorResidual=2 if residual and pair_residual else 1,
@@ -195,7 +201,7 @@ def hopper_kernel(
 
 
 def representative_specs() -> list[KernelSpec]:
-    """Ten kernels that stand for all: every kind of tile, both weight orders, both ways to store, each activation."""
+    """Kernels that stand for all: every kind of tile, both weight orders, both ways to store, each activation."""
     f16, bf16, f32 = dtypes.f16, dtypes.bf16, dtypes.f32
     wide, tall, square = HopperTile(128, 256), HopperTile(256, 128), HopperTile(128, 128)
     turns, flat = HopperTile(128, 128, ping_pong=True), HopperTile(64, 256, ping_pong=True)
@@ -210,5 +216,7 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(bf16, turns, bias=bf16, activation="relu", residual=True, tma_store=False),
         hopper_kernel(f16, flat, bias=f16, activation="gelu", residual=True),
         hopper_kernel(bf16, HopperTile(128, 128, 6, split=4), bias=bf16, activation="gelu", residual=True),
+        hopper_kernel(bf16, HopperTile(128, 128, 6, True, sharers=2), bias=bf16, activation="gelu", residual=True),
+        hopper_kernel(bf16, HopperTile(128, 256, 4, sharers=2), bias=bf16, residual=True, along_n=False),
         hopper_kernel(f16, HopperTile(64, 128, 8, split=2), bias=f16, residual=True, along_n=False),
     ]  # fmt: skip

@@ -64,7 +64,9 @@ def test_maps_keep_tma_s_rules(tile, layout):
     x, w, y = maps_of(step)
     assert not [problem for given in (x, w, y) for problem in tensor_map.problems(0, given)]
     assert (x.dims, x.box) == ((264, 1000), (64, tile.block_m))
-    expected = ((520, 264), (64, 64)) if layout == "in_out" else ((264, 520), (64, tile.block_n))
+    expected = (
+        ((520, 264), (64, 64)) if layout == "in_out" else ((264, 520), (64, tile.block_n // tile.sharers))
+    )
     assert (w.dims, w.box) == expected
     assert (y.dims, y.box, y.operand.slot) == ((520, 1000), (64, 16), "y")
 
@@ -75,6 +77,16 @@ def test_a_block_an_sm_at_most():
     (step,) = plan(rows=130, columns=130 + 6)
     assert step.grid == (4, 1, 1)
     assert step.smem == TILE.shared_memory
+
+
+def test_clusters():
+    """Blocks that split K: one tile a cluster.  Blocks that share a weight: whole clusters, an SM a block."""
+    (step,) = plan(rows=2048, columns=2048, tile=HopperTile(128, 128, 6, split=2))
+    assert (step.grid, step.cluster) == ((512, 1, 1), (2, 1, 1))
+    (step,) = plan(rows=8192, columns=8192, tile=HopperTile(128, 128, 6, True, sharers=2))
+    assert (step.grid, step.cluster) == ((132, 1, 1), (2, 1, 1))
+    (step,) = plan(rows=300, columns=136, tile=HopperTile(128, 128, 6, True, sharers=2))
+    assert step.grid == (8, 1, 1)  # three rows of tiles are two clusters
 
 
 def test_tma_stores_only_whole_units():
@@ -120,6 +132,11 @@ def test_leading_axes_that_merge_are_rows():
         ({"x": Operand("x", (5, 200, 264), (264 * 300, 264, 1), dtypes.f16),
           "y": dense("y", (5, 200, 520), dtypes.f16)}, "do not lie evenly"),
         ({"tile": HopperTile(256, 128, 6)}, "bytes of shared memory"),
+        ({"tile": HopperTile(128, 128, 4, split=8)}, "has no 8 parts"),
+        ({"tile": HopperTile(128, 128, 4, True, split=2)}, "share one tile"),
+        ({"tile": HopperTile(128, 256, 2, split=2)}, "must fit where stages were"),
+        ({"tile": HopperTile(128, 64, 4, sharers=2)}, "shares out whole 64 columns"),
+        ({"tile": HopperTile(128, 128, 4, split=2, sharers=2)}, "a cluster splits K, or"),
     ],
 )  # fmt: skip
 def test_obstacles(operands, words):

@@ -124,6 +124,27 @@ def test_split_depths_under_every_check(device, tile):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "tile", [HopperTile(64, 128, 2, True, sharers=2), HopperTile(128, 128, 2, sharers=2)], ids=str
+)
+def test_shared_weights_under_every_check(device, tile, layout):
+    """An odd number of tiles below each other, several for each cluster, rings walked through more than twice."""
+    rows, columns, depth = 4 * tile.block_m + 10, 200, 264
+    x, w = normal((rows, depth), F16, 1), weight(depth, columns, F16, layout)
+    bias, residual = normal((columns,), F16, 3), normal((rows, columns), F16, 4)
+    tensors = [device.array(t) for t in (x, w, bias, residual)]
+    results = []
+    for seed in range(4 if device.kind == "sim" else 2):
+        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
+        with checks if device.kind == "sim" else contextlib.nullcontext():
+            y = hopper(tile, *tensors[:3], residual=tensors[3], weight_layout=layout)
+        results.append(device.numpy(y))
+    assert all(np.array_equal(result, results[0]) for result in results)
+    options: dict[str, Any] = {"weight_layout": layout, "residual": residual}
+    assert_close(results[0], reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_consumers_that_share_columns(device, layout):
     x, w, bias = normal((200, 264), F16, 1), weight(264, 392, F16, layout), normal((392,), F16, 3)
     check(device, HopperTile(64, 128, 2), x, w, bias, activation="relu", weight_layout=layout)

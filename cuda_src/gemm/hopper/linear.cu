@@ -13,15 +13,17 @@
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
 // Split.   kSplit > 1, for fewer tiles than SMs: a cluster of kSplit blocks has one tile, each block a part of K, and
 //          their sums meet in distributed shared memory (cluster_sum.cuh). Not persistent: a block has one tile.
+// Sharers. kSharers > 1: the blocks of a cluster compute tiles below each other, and each brings a part of their weight
+//          for all (multicast), which saves traffic from L2. A stage is free when all blocks' consumers have read it.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong, kSplit,
-//   kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kTmaStore, kVectorY, kVectorBias,
-//   kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
-// Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN along K; y_map 64 x 16, unused without
-//   kTmaStore.
+//   kSharers, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kTmaStore, kVectorY,
+//   kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
+// Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kSharers along K; y_map 64 x 16, unused
+//   without kTmaStore.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
@@ -64,15 +66,27 @@ struct Rules {
 };
 
 using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
+constexpr int kCluster = kSplit * kSharers;  // blocks
+static_assert(kSplit == 1 || kSharers == 1, "blocks of a cluster share a tile or a weight");
+
 using Ring = StageRing<kStages>;
 using Parts = gemm::ClusterSum<kBlockM, kBlockN, kSplit, 4 * kConsumers>;
 static_assert(kSplit == 1 || Parts::kBytes <= Layout::kOutput, "parts lie where the stages were");
 
-// By warps that compute nothing: their share in the consumers' two cluster barriers.
+// By warps that compute nothing: their share in the consumers' cluster barriers.
 __device__ __forceinline__ void leave_cluster() {
-  if constexpr (kSplit > 1) {
-    ptx::cluster_sync();
-    ptx::cluster_sync();
+  if constexpr (kSplit > 1) ptx::cluster_sync();
+  if constexpr (kCluster > 1) ptx::cluster_sync();
+}
+
+// The warp is done with the ring's stage: all blocks that copy into it may do so again.
+__device__ __forceinline__ void release(Ring& ring) {
+  if constexpr (kSharers == 1) {
+    ring.release();
+  } else {
+    const u32 lane = threadIdx.x % 32;
+    if (lane < kSharers) ptx::mbarrier_arrive_cluster(ring.empty + ring.stage, lane);
+    ring.advance();
   }
 }
 
@@ -91,22 +105,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
-  const int tiles_m = (rows + kBlockM - 1) / kBlockM, tiles_n = (columns + kBlockN - 1) / kBlockN;
+  // With sharers, of clusters' tiles: kSharers tiles below each other.
+  const int tiles_m = (rows + kSharers * kBlockM - 1) / (kSharers * kBlockM);
+  const int tiles_n = (columns + kBlockN - 1) / kBlockN;
   const int tiles = tiles_m * tiles_n, all_k_tiles = (depth + gemm::kStageDepth - 1) / gemm::kStageDepth;
-  const int block = static_cast<int>(blockIdx.x) / kSplit, blocks = static_cast<int>(gridDim.x) / kSplit;
-  const int rank = static_cast<int>(blockIdx.x) % kSplit;  // in the cluster: which part of K
-  const int first_k = static_cast<int>(static_cast<i64>(all_k_tiles) * rank / kSplit);
-  const int k_tiles = static_cast<int>(static_cast<i64>(all_k_tiles) * (rank + 1) / kSplit) - first_k;
+  const int block = static_cast<int>(blockIdx.x) / kCluster, blocks = static_cast<int>(gridDim.x) / kCluster;
+  const int rank = static_cast<int>(blockIdx.x) % kCluster;  // which part of K, or which of the tiles below each other
+  const int k_part = kSplit > 1 ? rank : 0, m_part = kSharers > 1 ? rank : 0;
+  const int first_k = static_cast<int>(static_cast<i64>(all_k_tiles) * k_part / kSplit);
+  const int k_tiles = static_cast<int>(static_cast<i64>(all_k_tiles) * (k_part + 1) / kSplit) - first_k;
 
   Ring ring(smem + Layout::kRing);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
     if constexpr (kTmaStore) ptx::prefetch_tensormap(&y_map);
-    ring.initialise(kPingPong ? 4 : 4 * kConsumers);
+    ring.initialise(kSharers * (kPingPong ? 4 : 4 * kConsumers));
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
+  if constexpr (kSharers > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   const gemm::Result<Element, Bias> result = {
       bias,   kVectorBias == 2 ? 1 : bias_stride,
@@ -124,24 +145,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (issues) {  // the first weights towards L2: no read, so it need not wait for the launch before
       const gemm::TileIndex tile = gemm::tile_of_block(block, tiles_m, tiles_n);
       for (int k = 0; k < min(k_tiles, kStages); ++k) {
-        gemm::prefetch_weight<Layout, kWeightAlongN>(&w_map, tile.n * kBlockN, (first_k + k) * gemm::kStageDepth);
+        gemm::prefetch_weight<Layout, kWeightAlongN, kSharers>(&w_map, tile.n * kBlockN,
+                                                               (first_k + k) * gemm::kStageDepth, m_part);
       }
     }
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
     for (int number = block; number < tiles; number += blocks) {
       const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+      const int row = (tile.m * kSharers + m_part) * kBlockM, column = tile.n * kBlockN;
       for (int k = 0; k < k_tiles; ++k) {
         if (issues) {
           ring.wait_empty();
-          gemm::load_stage<Layout, kWeightAlongN>(smem + ring.stage * Layout::kStageBytes, &x_map, &w_map,
-                                                  ring.full + ring.stage, tile.m * kBlockM, tile.n * kBlockN,
-                                                  (first_k + k) * gemm::kStageDepth);
+          gemm::load_stage<Layout, kWeightAlongN, kSharers>(smem + ring.stage * Layout::kStageBytes, &x_map, &w_map,
+                                                            ring.full + ring.stage, row, column,
+                                                            (first_k + k) * gemm::kStageDepth, m_part);
         }
         ring.advance();
         if (k == min(kStages, k_tiles) - 1) {  // a full ring on its way
           __syncwarp();
-          gemm::prefetch_inputs<Rules, kBlockM, kBlockN>(result, tile.m * kBlockM, tile.n * kBlockN);
+          gemm::prefetch_inputs<Rules, kBlockM, kBlockN>(result, row, column);
         }
       }
     }
@@ -174,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       break;
     }
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-    const int tile_row = tile.m * kBlockM, tile_column = tile.n * kBlockN;
+    const int tile_row = (tile.m * kSharers + m_part) * kBlockM, tile_column = tile.n * kBlockN;
     // Of the tile, what this warp finishes begins here; with K split, its first unit does.
     const int unit = rank * Parts::kOwnUnits + consumer * 4 + warp;
     const int first_row = tile_row + (kSplit > 1 ? Parts::row_of(unit) : group_row + warp * 16);
@@ -193,13 +216,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_commit_group();
       ring.advance();
       ptx::wgmma_wait_group<1>();
-      if (k > 0) done.release();
+      if (k > 0) release(done);
     }
     turns.pass();
     ptx::wgmma_wait_group<0>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::wgmma_fence_registers(sum[i]);
-    done.release();
+    release(done);
     if constexpr (kPingPong) skip_stages(ring, k_tiles);
 
     if constexpr (kSplit == 1) {
@@ -217,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         parts.add(total, at);
         gemm::write_slab(total, 0, inputs, result, buffers, row, column);
       }
-      ptx::cluster_sync();  // the parts have been read: blocks may go
     }
   }
   if constexpr (kTmaStore) buffers.drain();
   turns.finish();
+  if constexpr (kCluster > 1) ptx::cluster_sync();  // parts have been read, barriers arrived at: blocks may go
 }

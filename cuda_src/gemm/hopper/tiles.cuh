@@ -35,33 +35,45 @@ struct HopperLayout {
 };
 
 // One thread: starts the copies of a stage, which complete on `full`. row, column, k: where the tile begins.
-template <class Layout, bool kWeightAlongN>
+//
+// kSharers blocks of a cluster have tiles of the same columns: each copies one of kSharers parts of the weight, of rank
+// `rank`, into the shared memory of all, where it completes on their barriers too.
+template <class Layout, bool kWeightAlongN, int kSharers>
 __device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap* x_map, const TensorMap* w_map,
-                                           u64* full, int row, int column, int k) {
+                                           u64* full, int row, int column, int k, int rank) {
   ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
   ptx::tma_load_2d(stage, x_map, full, k, row);
   unsigned char* weight = stage + Layout::kBytesX;
+  const auto load = [&](int offset, int c0, int c1) {
+    if constexpr (kSharers == 1) {
+      ptx::tma_load_2d(weight + offset, w_map, full, c0, c1);
+    } else {
+      ptx::tma_load_multicast_2d(weight + offset, w_map, full, c0, c1, static_cast<u16>((1 << kSharers) - 1));
+    }
+  };
   if constexpr (kWeightAlongN) {
-    constexpr int kSlabBytes = kStageDepth * kSpan;
+    constexpr int kSlabBytes = kStageDepth * kSpan, kSlabs = Layout::kBytesW / kSlabBytes / kSharers;
+    static_assert(kSlabs * kSharers * kSlabBytes == Layout::kBytesW, "blocks share out whole slabs");
 #pragma unroll
-    for (int slab = 0; slab < Layout::kBytesW / kSlabBytes; ++slab) {
-      ptx::tma_load_2d(weight + slab * kSlabBytes, w_map, full, column + slab * kSlabColumns, k);
+    for (int i = 0; i < kSlabs; ++i) {
+      const int slab = rank * kSlabs + i;
+      load(slab * kSlabBytes, column + slab * kSlabColumns, k);
     }
   } else {
-    ptx::tma_load_2d(weight, w_map, full, k, column);
+    constexpr int kRows = Layout::kBytesW / kSpan / kSharers;
+    load(rank * kRows * kSpan, k, column + rank * kRows);
   }
 }
 
-// One thread: a stage's weight on its way to L2.
-template <class Layout, bool kWeightAlongN>
-__device__ __forceinline__ void prefetch_weight(const TensorMap* w_map, int column, int k) {
+// One thread: this block's part of a stage's weight on its way to L2.
+template <class Layout, bool kWeightAlongN, int kSharers>
+__device__ __forceinline__ void prefetch_weight(const TensorMap* w_map, int column, int k, int rank) {
+  constexpr int kColumns = Layout::kBytesW / kSpan / kSharers;
   if constexpr (kWeightAlongN) {
 #pragma unroll
-    for (int slab = 0; slab < Layout::kBytesW / (kStageDepth * kSpan); ++slab) {
-      ptx::tma_prefetch_2d(w_map, column + slab * kSlabColumns, k);
-    }
+    for (int at = 0; at < kColumns; at += kSlabColumns) ptx::tma_prefetch_2d(w_map, column + rank * kColumns + at, k);
   } else {
-    ptx::tma_prefetch_2d(w_map, k, column);
+    ptx::tma_prefetch_2d(w_map, k, column + rank * kColumns);
   }
 }
 
