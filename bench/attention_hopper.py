@@ -55,7 +55,9 @@ ROUNDS = 20
 def candidates(shape: Shape) -> dict[str, HopperTiles]:
     """Tiles by name, the heuristics' own choice first."""
     dim, device = padded(shape.dim), sim_device("sm_90a")  # the sizes of an H200
-    chosen = choose_hopper_tiles(shape.tokens, dim, dim, shape.causal, True, device)
+    chosen = choose_hopper_tiles(
+        shape.tokens, shape.tokens, shape.batch * shape.heads, dim, dim, shape.causal, True, device
+    )
     found = dict.fromkeys((chosen, *tuning_candidates(dim, dim, shape.causal, device)))
     return {f"hopper {tiles}": tiles for tiles in found}
 

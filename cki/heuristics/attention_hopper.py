@@ -19,6 +19,7 @@ limits and features, never on batch, heads or lengths.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from cki.device import DeviceInfo
@@ -27,6 +28,8 @@ from cki.device import DeviceInfo
 SCHEDULES = ("single", "fixed", "dynamic")
 #: Part of L2 for keys and values that are to stay there while all row blocks of their heads pass.
 _L2_SHARE = 0.55
+#: Keys from which wide tiles of keys win although they waste more of the last one.
+_LONG_KEYS = 2048
 _REGISTER_FILE = 65536
 #: Registers of (producer, consumer) threads by the number of consumer warpgroups; 0 leaves the compiled number.
 _REGISTER_SHARES = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
@@ -99,9 +102,9 @@ def heads_per_section(
 ) -> int:
     """(batch, head) pairs whose keys and values stay in L2 together: whole groups, all sections alike.
 
-    kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  A section has tiles for
-    one and a half rounds of them at least, so that in the last section long causal tiles find short ones to end with: a
-    last section of fewer tiles than blocks costs half a long tile (4 % at 16 heads of 16384 tokens).
+    kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  A section has
+    tiles for one and a half rounds of them at least, so that in the last one long causal tiles find short ones to end
+    with: a last section of fewer tiles than blocks costs half a long tile (4 % at 16 heads of 16384 tokens).
     """
     groups = batch_heads // group
     fitting = int(device.l2_bytes * _L2_SHARE / max(kv_bytes, 1))
@@ -110,28 +113,50 @@ def heads_per_section(
     return group * max([size for size in balanced if size <= fitting], default=balanced[0])
 
 
+#: Fewest queries for which the kernel is chosen: a tile has 64 rows at least, and fewer queries are bound by the copies
+#: of keys and values, where the generic kernel packs the heads of a KV head into one tile.
+MIN_QUERIES = 64
+
+
 def choose_hopper_tiles(
-    rows: int, head_dim: int, value_dim: int, has_limits: bool, is_plain: bool, device: DeviceInfo
-) -> HopperTiles:
-    """Tiles for `rows` queries and padded head dimensions.
+    queries: int, keys: int, batch_heads: int, head_dim: int, value_dim: int, has_limits: bool, is_plain: bool,
+    device: DeviceInfo,
+) -> HopperTiles:  # fmt: skip
+    """Tiles for padded head dimensions, from times on an H200 (bench/results/attention_hopper.csv).
 
     has_limits: causal or windowed.  is_plain: nothing but a positive scale goes into the logits.
+    Keys a tile depend on dimensions, keys and features only: they decide the order of sums, and a row's result must not
+    change with the batch beside it.
     """
     widest = max(head_dim, value_dim)
-    schedule = "dynamic" if has_limits else "fixed"
+    # (tiles, time of a row of queries relative to the first): more rows share the copies of keys and values, but few
+    # tiles leave SMs idle in the last round.
     if widest <= 64:
-        tiles = HopperTiles(3 if is_plain else 2, 128, schedule=schedule)
-    elif widest <= 128:
-        tiles = HopperTiles(2, (128 if has_limits else 176) if is_plain else 112, schedule=schedule)
-    elif widest <= 192:
-        tiles = HopperTiles(2, 96 if is_plain else 80, schedule=schedule)
+        options = [(HopperTiles(2, 128, 3), 1.2), (HopperTiles(1, 128, 2, False, "fixed", 2), 1.2)]
+        if is_plain:
+            options.insert(0, (HopperTiles(3, 128), 1.0))
     else:
-        tiles = HopperTiles(2, 80 if is_plain else 64, schedule=schedule, ping_pong=False)
-    if rows <= 64 * (tiles.consumers - 1):
-        consumers = -(-rows // 64)
-        tiles = replace(tiles, consumers=consumers, ping_pong=tiles.ping_pong and consumers > 1)
+        if widest <= 128:
+            block_keys = (176 if keys > _LONG_KEYS and not has_limits else 128) if is_plain else 112
+        elif widest <= 192:
+            block_keys = 96 if is_plain else 80
+        else:
+            block_keys = 80 if is_plain else 64
+        options = [(HopperTiles(2, block_keys), 1.0), (HopperTiles(1, block_keys, 2, False), 1.5)]
+
+    def modelled_time(option: tuple[HopperTiles, float]) -> float:
+        tiles, cost = option
+        rounds = -(-queries // tiles.block_rows) * batch_heads / device.sm_count
+        # Causal tiles differ in length: the last round is half one on average.
+        return (rounds + 0.5 if has_limits and rounds > 1 else math.ceil(rounds)) * tiles.block_rows * cost
+
+    tiles = min(options, key=modelled_time)[0]
     assert tiles.shared_memory(head_dim, value_dim) <= device.shared_memory_per_block
-    return tiles
+    rounds = -(-queries // tiles.block_rows) * batch_heads / (device.sm_count * tiles.blocks_per_sm)
+    if rounds <= 1:
+        return replace(tiles, schedule="single")
+    # Drawing numbers costs a launch that zeroes the counter.
+    return replace(tiles, schedule="dynamic" if has_limits or rounds > 4 else "fixed")
 
 
 def tuning_candidates(
@@ -150,7 +175,7 @@ def tuning_candidates(
         shapes = ((2, 128, 2), (2, 112, 2), (2, 96, 2), (2, 80, 2))
     else:
         shapes = ((2, 80, 2), (2, 64, 2))
-    best = choose_hopper_tiles(1 << 20, head_dim, value_dim, has_limits, True, device)
+    best = choose_hopper_tiles(16384, 16384, 16, head_dim, value_dim, has_limits, True, device)
     candidates = [best, *(HopperTiles(*shape, schedule=best.schedule) for shape in shapes)]
     candidates += [replace(best, schedule=other) for other in SCHEDULES if other != best.schedule]
     candidates += [replace(best, ping_pong=False)]

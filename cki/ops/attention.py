@@ -18,7 +18,7 @@ from cki.heuristics.attention import AttentionTiles, choose_tiles, heads_per_blo
 from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
-from cki.ops.attention_hopper import plan_hopper
+from cki.ops.attention_hopper import plan_hopper, preferred, workspace_of
 from cki.ops.attention_rules import MAX_HEAD_DIM as MAX_HEAD_DIM
 from cki.ops.attention_rules import check_attention
 from cki.ops.call import call
@@ -209,8 +209,8 @@ def plan_attention(
     """The launch that computes `attention` on operands; none for an empty output.
 
     Arguments are those of `attention`, already checked.  lse: row-major f32 [batch, heads, queries], or None.
-    tiles: instead of the heuristics' choice (benchmarks).  HopperTiles select the Hopper kernel, which heuristics do
-    not select yet; their dynamic schedule needs the workspace of `attention_hopper.workspace_of(steps)`.
+    tiles: instead of the heuristics' choice (benchmarks).  HopperTiles select the Hopper kernel.
+    The plan needs the workspace of `attention_hopper.workspace_of(steps)`.
     packed: q and out are packed sequences as a batch of one, [1, tokens, heads, dim]; k and v likewise, or blocks of a
     cache; lse is [heads, tokens].
     """
@@ -231,6 +231,11 @@ def plan_attention(
         rows = packed.typical_queries * pack
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
+    if tiles is None and packed is None:
+        tiles = preferred(
+            q, k, v, bias, mask, has_limits=left is not None or right is not None,
+            is_plain=not scale_first and mask is None, device=device,
+        )  # fmt: skip
     if tiles is None:
         plain = not scale_first and mask is None and window[0] < 0
         paged = packed is not None and packed.block_table is not None
@@ -285,12 +290,11 @@ def plan_attention(
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
     tensors: dict[str, Any] = {name: problem.get(name) for name in ("bias", "mask", "sinks", "alibi_slopes")}
     options = {n: problem.attribute(n) for n in ("causal", "causal_alignment", "scale", "window", "softcap")}
-    return Plan(
-        plan_attention(
-            problem["q"], problem["k"], problem["v"], outputs["out"],
-            lse=outputs.get("lse"), device=device, **tensors, **options,
-        )
+    steps = plan_attention(
+        problem["q"], problem["k"], problem["v"], outputs["out"],
+        lse=outputs.get("lse"), device=device, **tensors, **options,
     )  # fmt: skip
+    return Plan(steps, workspace_of(steps))
 
 
 ATTENTION = OpSpec(
@@ -358,8 +362,13 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         add(dtype, 64, stride=2, causal=True)
     if arch == "sm_90a":  # the Hopper kernel
         for dim, causal in [(d, c) for d in (64, 80, 128, 256) for c in (False, True) if d != 80 or c]:
-            add(bf16, dim, causal=causal, tiles=choose_hopper_tiles(512, dim, dim, causal, True, device))
-        tiles = choose_hopper_tiles(512, 128, 128, True, False, device)
+            add(
+                bf16,
+                dim,
+                causal=causal,
+                tiles=choose_hopper_tiles(4096, 4096, 64, dim, dim, causal, True, device),
+            )
+        tiles = choose_hopper_tiles(4096, 4096, 64, 128, 128, True, False, device)
         every: dict[str, Any] = {"bias": bias, "mask": mask, "alibi_slopes": slopes, "tiles": tiles}
         add(f16, 128, window=(100, 20), softcap=30.0, **every)
     return list(found)

@@ -1,6 +1,7 @@
 """Plan of the Hopper attention kernel (`cuda_src/attention/hopper/attention.cu`): tensor maps, constants, launches.
 
-`cki.ops.attention.plan_attention` comes here when its `tiles` are `HopperTiles`.
+`cki.ops.attention.plan_attention` comes here when its `tiles` are `HopperTiles`, and by itself where `preferred` says
+so.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import padded
 from cki.heuristics.attention_hopper import (
+    MIN_QUERIES,
     SCHEDULES,
     HopperTiles,
+    choose_hopper_tiles,
     heads_per_section,
     key_span,
     value_span,
@@ -49,6 +52,21 @@ def hopper_obstacles(q: Operand, k: Operand, v: Operand, device: DeviceInfo) -> 
         if any(stride * tensor.dtype.itemsize >= 1 << 40 for stride in tensor.strides):
             found.append(f"{name} has strides {tensor.strides}, beyond 2**40 bytes")
     return found
+
+
+def preferred(
+    q: Operand, k: Operand, v: Operand, bias: Operand | None, mask: Operand | None, *, has_limits: bool,
+    is_plain: bool, device: DeviceInfo,
+) -> HopperTiles | None:  # fmt: skip
+    """The tiles with which the Hopper kernel is faster than the generic one; None where it is not or cannot be used."""
+    batch, queries, heads, head_dim = q.shape
+    if device.arch != _ARCH or queries < MIN_QUERIES or hopper_obstacles(q, k, v, device):
+        return None
+    if any(tensor is not None and _key_stride(tensor) not in (0, 1) for tensor in (bias, mask)):
+        return None
+    return choose_hopper_tiles(
+        queries, k.shape[1], batch * heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
+    )
 
 
 def _tensor_map(tensor: Operand, rows: int, columns: int) -> TensorMapArg:

@@ -29,8 +29,8 @@ _RECENT_LIMIT = 8
 
 
 _entries: dict[tuple[Any, ...], Entry] = {}
-# By identity of the OpSpec, which its entries keep alive (variants of one operation may share a name): attributes, device
-# choice, and the entry's recogniser.  Tuples are replaced, never changed.
+# By identity of the OpSpec, which its entries keep alive (variants of one operation may share a name): attributes,
+# device choice, and the entry's recogniser.  Tuples are replaced, never changed.
 _recent: dict[int, tuple[tuple[tuple[Any, ...], Any, Matcher, Entry], ...]] = {}
 _write_lock = threading.Lock()
 

@@ -20,6 +20,7 @@ from cki.heuristics.linear import ACTIVATIONS
 from cki.kernel import KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.attention import MAX_HEAD_DIM
+from cki.ops.attention_hopper import workspace_of
 from cki.ops.call import call
 from cki.ops.encoder_blocks import (
     AttentionBlock,
@@ -291,7 +292,8 @@ def _plan_fused_attention(problem: Problem, outputs: Mapping[str, Operand], devi
     block = _attention_block(problem, "gamma", "beta", residual=problem.attribute("residual"))
     nbytes = attention_scratch(x, block)
     scratch = dense("scratch", (nbytes,), dtypes.u8)
-    return Plan(plan_attention_block(x, block, y, scratch, device), (("scratch", nbytes),))
+    steps = plan_attention_block(x, block, y, scratch, device)
+    return Plan(steps, (("scratch", nbytes), *workspace_of(steps)))
 
 
 def _plan_encoder_layer(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
@@ -308,7 +310,7 @@ def _plan_encoder_layer(problem: Problem, outputs: Mapping[str, Operand], device
     attended = dense("attended", x.shape, x.dtype)
     steps = plan_attention_block(x, attention_block, attended, scratch, device)
     steps += plan_feed_forward(attended, feed_forward, y, scratch, device)
-    return Plan(steps, (("scratch", nbytes), ("attended", attended.nbytes)))
+    return Plan(steps, (("scratch", nbytes), ("attended", attended.nbytes), *workspace_of(steps)))
 
 
 _BLOCK_ATTRIBUTES = (

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from cki import dtypes
 from cki.device import DeviceInfo
 from cki.operand import Operand, dense
+from cki.ops.attention_hopper import workspace_of
 from cki.ops.embedding import plan_embed_tokens, plan_mean_pool
 from cki.ops.encoder_blocks import (
     AttentionBlock,
@@ -294,7 +295,8 @@ def _plan(layers: int, problem: Problem, outputs: Mapping[str, Operand], device:
         steps += _plan_norm(problem, "final", x, device, epsilon)
     if pooling is not None:
         steps += _plan_pooling(problem, x, mask, out, device, scratch)
-    return Plan(steps, () if given is not None else (("workspace", memory.nbytes),))
+    room = () if given is not None else (("workspace", memory.nbytes),)
+    return Plan(steps, (*room, *workspace_of(steps)))
 
 
 def _plan_mask(problem: Problem, room: Operand) -> tuple[Operand | None, tuple[Step, ...]]:

@@ -1,4 +1,4 @@
-"""How attention is planned: tiles that fit every device, copies that addresses allow, no limits that hide nothing."""
+"""How the generic attention kernel is planned: tiles that fit every device, copies that addresses allow, no limits that hide nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICE = sim_device("sm_90a")
 
 def plan(
     queries: int = 128, keys: int = 300, heads: int = 4, kv_heads: int = 2, dim: int = 64, batch: int = 2,
-    dtype: Any = dtypes.bf16, arch: str = "sm_90a", **options: Any,
+    dtype: Any = dtypes.bf16, arch: str = "sm_80", **options: Any,
 ) -> Step:  # fmt: skip
     q = options.pop("q", dense("q", (batch, queries, heads, dim), dtype))
     k, v = (options.pop(n, dense(n, (batch, keys, kv_heads, dim), dtype)) for n in ("k", "v"))

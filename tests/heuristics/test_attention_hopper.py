@@ -31,7 +31,7 @@ TILES = HopperTiles(2, 128)
 
 def plan(
     queries: int = 1000, keys: int = 3000, heads: int = 4, kv_heads: int = 2, dim: int = 64, batch: int = 2,
-    dtype: Any = dtypes.bf16, arch: str = "sm_90a", tiles: HopperTiles = TILES, **options: Any,
+    dtype: Any = dtypes.bf16, arch: str = "sm_90a", tiles: HopperTiles | None = TILES, **options: Any,
 ) -> tuple[Step, ...]:  # fmt: skip
     q = options.pop("q", dense("q", (batch, queries, heads, dim), dtype))
     k, v = (options.pop(n, dense(n, (batch, keys, kv_heads, dim), dtype)) for n in ("k", "v"))
@@ -43,7 +43,8 @@ def all_choices() -> list[tuple[int, int, HopperTiles]]:
     found = []
     for dim, value_dim, limits in itertools.product(DIMS, DIMS, (False, True)):
         for rows, plain in itertools.product((1, 64, 65, 128, 129, 100000), (False, True)):
-            found.append((dim, value_dim, choose_hopper_tiles(rows, dim, value_dim, limits, plain, DEVICE)))
+            tiles = choose_hopper_tiles(rows, rows, 16, dim, value_dim, limits, plain, DEVICE)
+            found.append((dim, value_dim, tiles))
         found += [(dim, value_dim, tiles) for tiles in tuning_candidates(dim, value_dim, limits, DEVICE)]
     return found
 
@@ -62,18 +63,35 @@ def test_tiles_fit_shared_memory_and_registers():
         assert needed <= (consumer or tiles.registers), (dim, value_dim, str(tiles))
 
 
-def test_keys_a_tile_do_not_depend_on_the_number_of_queries():
-    for dim, limits, plain in itertools.product(DIMS, (False, True), (False, True)):
+def test_keys_a_tile_do_not_depend_on_queries_and_batch():
+    for dim, limits, plain, keys in itertools.product(DIMS, (False, True), (False, True), (100, 9999)):
         chosen = {
-            choose_hopper_tiles(r, dim, dim, limits, plain, DEVICE).block_keys for r in (1, 65, 129, 9999)
+            choose_hopper_tiles(r, keys, n, dim, dim, limits, plain, DEVICE).block_keys
+            for r in (1, 65, 129, 9999)
+            for n in (1, 64, 1000)
         }
         assert len(chosen) == 1
 
 
-def test_few_rows_get_few_warpgroups():
-    assert [choose_hopper_tiles(r, 64, 64, False, True, DEVICE).consumers for r in (1, 64, 65, 128, 129)] == [
-        1, 1, 2, 2, 3,
-    ]  # fmt: skip
+def test_few_tiles_are_made_smaller_until_they_fill_the_sms():
+    """BERT-large's 64 heads of a batch of 4 at 128, 512 and 4096 tokens."""
+    chosen = [choose_hopper_tiles(n, n, 64, 64, 64, False, True, DEVICE) for n in (128, 512, 4096)]
+    assert [tiles.consumers for tiles in chosen] == [1, 2, 3]
+    assert [tiles.schedule for tiles in chosen] == ["single", "fixed", "dynamic"]
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True), ({"queries": 64}, True), ({"queries": 63}, False), ({"dtype": dtypes.f32}, False),
+        ({"arch": "sm_100a"}, False), ({"mask": dense("mask", (1, 1, 1000, 1), dtypes.bool_)}, True),
+        ({"mask": Operand("mask", (1, 1, 1000, 3000), (0, 0, 6000, 2), dtypes.bool_)}, False),
+        ({"dim": 20}, False), ({"dim": 24}, True),
+    ],
+)  # fmt: skip
+def test_taken_unasked_where_it_can_be(change, taken):
+    step = plan(tiles=None, **change)[-1]
+    assert (step.kernel.entry == "attention_hopper") is taken
 
 
 def test_swizzles_divide_rows():

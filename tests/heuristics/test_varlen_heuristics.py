@@ -13,7 +13,7 @@ from cki import dtypes
 from cki.device import sim_device
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import choose_tiles
-from cki.heuristics.attention_hopper import choose_hopper_tiles
+from cki.heuristics.attention_hopper import HopperTiles
 from cki.kernel import ARCHITECTURES
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
@@ -116,7 +116,7 @@ def test_more_blocks_than_a_grid_holds_are_refused():
 
 def test_the_hopper_kernel_takes_no_packed_sequences():
     with pytest.raises(UnsupportedError, match="packed sequences"):
-        plan(tiles=choose_hopper_tiles(512, 64, 64, False, True, DEVICE))
+        plan(tiles=HopperTiles(2, 128))
 
 
 def test_no_tokens_need_no_launch():
