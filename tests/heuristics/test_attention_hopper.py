@@ -141,12 +141,6 @@ def test_maps_are_what_tma_takes():
         assert tensor_map.problems(1 << 20, m) == []
 
 
-def test_nothing_selects_the_kernel_unasked():
-    q = dense("q", (2, 4096, 4, 128), dtypes.bf16)
-    (step,) = plan_attention(q, q, q, dense("out", q.shape, q.dtype), device=DEVICE)
-    assert step.kernel.entry == "attention"
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
