@@ -109,11 +109,10 @@ def padded_dim(dim: int, itemsize: int) -> int:
 
 
 def stage_bytes(shape: DecodeShape) -> int:
-    """Bytes of one tile in a ring: keys and values with 16 bytes of padding a row, and scales of tokens."""
-    row = (
-        padded_dim(shape.head_dim, shape.itemsize) + padded_dim(shape.value_dim, shape.itemsize)
-    ) * shape.itemsize
-    return TILE_KEYS * (row + 32 + (8 if shape.token_scales else 0))
+    """Bytes of one tile in a ring (`CacheTile`): keys and values, and scales of tokens."""
+    rows = [padded_dim(dim, shape.itemsize) * shape.itemsize for dim in (shape.head_dim, shape.value_dim)]
+    padding = sum(16 for row in rows if row % 64)
+    return TILE_KEYS * (sum(rows) + padding + (8 if shape.token_scales else 0))
 
 
 def _row_tiles(shape: DecodeShape) -> int:

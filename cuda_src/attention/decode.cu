@@ -51,8 +51,8 @@ struct Features {
   static constexpr bool kScaleFirst = ::kScaleFirst;
   static constexpr bool kLimitLeft = ::kLimitLeft;
 };
-using Keys = Tile<CacheElement, kTileKeys, kPaddedDim>;
-using Values = Tile<CacheElement, kTileKeys, kPaddedValueDim>;
+using Keys = CacheTile<CacheElement, kPaddedDim>;
+using Values = CacheTile<CacheElement, kPaddedValueDim>;
 using Stage = StageLayout<Keys, Values, kTokenScales>;
 using Rows = DecodeRows<Stage, kRowTiles, Features>;
 using State = StateLayout<kRows, kPaddedValueDim>;
@@ -60,6 +60,29 @@ using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
 using Source =
     KeySource<Stage, TableIndex, kPaging, kWholeTiles, kBlockShift, kCopyBytes, kPrefetch, kHeadDim, kValueDim>;
 using Result = DecodeResult<Element, kValueDim, kGroup, kDenseOut>;
+
+// The unit that a block works at.
+struct Unit {
+  int length = 0;  // tiles of it in this block; before the first unit none
+  int tiles = 0;   // all
+  int sequence = 0, index = 0;
+  int kv_head = 0;
+  int first_row = 0, rows = 0;  // of the KV head's rows
+  int keys = 0;                 // of the sequence
+
+  Unit() = default;
+  __device__ __forceinline__ Unit(const Schedule& schedule, const Cursor& walk, int together, int beside,
+                                  int total_rows) {
+    tiles = schedule.tiles(walk.sequence);
+    length = min(tiles - walk.tile, walk.remaining);
+    sequence = schedule.base + walk.sequence;
+    index = walk.pass * together + beside;
+    kv_head = index / kRowBlocks;
+    first_row = (index - kv_head * kRowBlocks) * kRows;
+    rows = min(kRows, total_rows - first_row);
+    keys = schedule.keys[walk.sequence];
+  }
+};
 
 // Shared memory: rings, a state a warp, then the schedule.
 constexpr int kRingBytes = kWarps * kStages * Stage::kBytes;
@@ -118,15 +141,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (begin >= schedule.positions()) return;
     walk = Cursor::at(schedule, static_cast<int>(begin), schedule.chunk);
   }
-  const auto unit_at = [&](int pass) { return pass * together + beside; };
-
   const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
                       table_batch, table_column, num_blocks, block_size, kv_heads};
   const auto place_of = [&](const Cursor& at) {
     if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0};
     const int keys = schedule.keys[at.sequence];
     const int sequence = schedule.base + at.sequence;
-    return source.find(sequence, unit_at(at.pass) / kRowBlocks, (key_lengths.first_tile(keys) + at.tile) * kTileKeys,
+    return source.find(sequence, (at.pass * together + beside) / kRowBlocks, (key_lengths.first_tile(keys) + at.tile) * kTileKeys,
                        key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
   };
 
@@ -160,77 +181,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                       kv_heads * kGroup};
   const LogitRules rules{scale, softcap, softcap_rate, 0, 0};
   const float slack = Rows::kSlack / exponent_scale;
-  int stage = 0;
-  // Positions from the present unit's begin to this warp's next tile. The first kStages turns only fill the ring: with
-  // the copies in one place the code is shorter, which a launch after other kernels has to fetch first.
-  int own = warp - kStages * kWarps;
-#pragma unroll 1
-  for (int done = 0; walk.remaining > 0; ++done) {
-    const int tiles = schedule.tiles(walk.sequence);
-    const int length = min(tiles - walk.tile, walk.remaining);  // of this unit in this block
-    const int sequence = schedule.base + walk.sequence;
-    const int unit = unit_at(walk.pass);
-    const int kv_head = unit / kRowBlocks;
-    const int first_row = (unit - kv_head * kRowBlocks) * kRows;
-    const int keys = schedule.keys[walk.sequence];
-    const int rows = min(kRows, total_rows - first_row);
-    const auto query_of = [&](int row) { return (first_row + row) / kGroup; };
-    const auto head_of = [&](int row) { return kv_head * kGroup + (first_row + row) % kGroup; };
 
-    Rows state;
+  Unit unit;
+  Rows state;
+  const auto begin_unit = [&] {
+    unit = Unit(schedule, walk, together, beside, total_rows);
+    const auto query_of = [&](int row) { return (unit.first_row + min(row, unit.rows - 1)) / kGroup; };
+    const auto head_of = [&](int row) {
+      return unit.kv_head * kGroup + (unit.first_row + min(row, unit.rows - 1)) % kGroup;
+    };
     state.template begin<kQueryPairs>(
         [&](int row) {
-          return row < rows ? q + sequence * q_batch + query_of(row) * q_query + head_of(row) * q_head : nullptr;
+          return row < unit.rows ? q + unit.sequence * q_batch + query_of(row) * q_query + head_of(row) * q_head
+                                 : nullptr;
         },
-        q_dim, kHeadDim, kHeadScales ? k_scale[kv_head] : 1.0f,
-        [&](int row) { return keys - queries + query_of(min(row, rows - 1)); },
-        [&](int row) { return kAlibi ? alibi_slopes[head_of(min(row, rows - 1)) * slopes_stride] : 0.0f; });
-    // Keys that every row sees: from the last query's window to the first query's own place.
-    const int common_begin = kLimitLeft ? keys - 1 - left : 0;
-    const int common_end = keys - queries + 1;
+        q_dim, kHeadDim, kHeadScales ? k_scale[unit.kv_head] : 1.0f,
+        [&](int row) { return unit.keys - queries + query_of(row); },
+        [&](int row) { return kAlibi ? alibi_slopes[head_of(row) * slopes_stride] : 0.0f; });
+  };
 
-    int position = own;
-#pragma unroll 1
-    for (; position < length; position += kWarps) {
-      if (position >= 0) {
-        ptx::cp_async_wait_group<kStages - 1>();
-        __syncwarp();
-        const unsigned char* tile = ring + stage * Stage::kBytes;
-        const int first_key = (key_lengths.first_tile(keys) + walk.tile + position) * kTileKeys;
-        const bool all_seen = first_key >= common_begin && first_key + kTileKeys <= common_end;
-        state.attend(tile, first_key, all_seen, left, rules, exponent_scale, slack);
-        __syncwarp();
-      }
-      fetch_tile(stage);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-    }
-    own = position - length;
-
-    // The unit's end: the states of the warps make the whole of what this block had.
-    const float value_factor = kHeadScales ? v_scale[kv_head] : 1.0f;
+  // The unit's end: the states of the warps make the whole of what this block had. done: units before it.
+  const auto finish_unit = [&](int done) {
+    const float value_factor = kHeadScales ? v_scale[unit.kv_head] : 1.0f;
     if (done > 0) ptx::mbarrier_wait_parity(&combined, (done - 1) % 2);
-    state.template store<State>(states + warp * State::kFloats, rows, exponent_scale, value_factor);
+    state.template store<State>(states + warp * State::kFloats, unit.rows, exponent_scale, value_factor);
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(&stored);
-    const bool whole = !kSplit || length == tiles;
-    const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.pass) : 0;
-    const bool by_all = walk.remaining == length || (kMergeHere && !whole);
-    walk.advance(schedule, length);
-    if (!by_all && warp != done % kWarps) continue;
+    const bool whole = !kSplit || unit.length == unit.tiles;
+    const bool by_all = walk.remaining == unit.length || (kMergeHere && !whole);
+    if (!by_all && warp != done % kWarps) return;
 
+    const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.pass) : 0;
     const auto part_of = [&](int i) {
       return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
     };
     float* part = whole ? nullptr : part_of(group_of_blocks - schedule.first_group(unit_begin));
     ptx::mbarrier_wait_parity(&stored, done % 2);
 #pragma unroll 1
-    for (int row = by_all ? warp : 0; row < rows; row += by_all ? kWarps : 1) {
+    for (int row = by_all ? warp : 0; row < unit.rows; row += by_all ? kWarps : 1) {
       CombinedRow<State> total;
       total.template add<FromShared, kWarps>(0, 1, kWarps, [&](int i) {
         return states + i * State::kFloats + row * State::kPitch;
       });
       if (whole) {
-        result.write(sequence, kv_head, first_row + row, total);
+        result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
       } else {
         total.store(part + row * State::kPitch);
       }
@@ -238,11 +232,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
     if constexpr (kSplit && kMergeHere) {
       if (!whole) {
-        const int parts = schedule.sharing_groups(unit_begin, tiles);
+        const int parts = schedule.sharing_groups(unit_begin, unit.tiles);
         __threadfence();
         __syncthreads();
         if (thread == 0) {
-          u32* counter = counters + static_cast<i64>(sequence) * units + unit;
+          u32* counter = counters + static_cast<i64>(unit.sequence) * units + unit.index;
           arrived_last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(parts - 1);
           if (arrived_last) *counter = 0;
           __threadfence();
@@ -250,9 +244,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         __syncthreads();
         if (arrived_last) {
           combine_parts<State, kWarps>(
-              parts, 0, 1, rows, states, [&](int i, int row) { return part_of(i) + row * State::kPitch; },
+              parts, 0, 1, unit.rows, states, [&](int i, int row) { return part_of(i) + row * State::kPitch; },
               [&](int row, const CombinedRow<State>& total) {
-                result.write(sequence, kv_head, first_row + row, total);
+                result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
               });
         }
       }
@@ -260,5 +254,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (by_all) __syncthreads();
     __syncwarp();
     if (by_all ? thread == 0 : lane == 0) ptx::mbarrier_arrive(&combined);
+  };
+
+  // position: from the unit's begin to this warp's next tile. The first kStages turns only fill the ring, before anything
+  // else is prepared; they are turns of the same loop because a launch has to fetch its code, too.
+  int position = warp - kStages * kWarps;
+  int stage = 0;
+#pragma unroll 1
+  for (int done = -1;; ++done) {
+    const int first_key = (key_lengths.first_tile(unit.keys) + walk.tile) * kTileKeys;
+    // Keys that every row sees: from the last query's window to the first query's own place.
+    const int common_begin = kLimitLeft ? unit.keys - 1 - left : 0;
+    const int common_end = unit.keys - queries + 1;
+#pragma unroll 1
+    for (; position < unit.length; position += kWarps) {
+      if (position >= 0) {
+        ptx::cp_async_wait_group<kStages - 1>();
+        __syncwarp();
+        const int key = first_key + position * kTileKeys;
+        const bool all_seen = key >= common_begin && key + kTileKeys <= common_end;
+        state.attend(ring + stage * Stage::kBytes, key, all_seen, left, rules, exponent_scale, slack);
+        __syncwarp();
+      }
+      fetch_tile(stage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    position -= unit.length;
+    if (done >= 0) {
+      finish_unit(done);
+      walk.advance(schedule, unit.length);
+      if (walk.remaining <= 0) break;
+    }
+    begin_unit();
   }
 }

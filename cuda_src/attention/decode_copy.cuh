@@ -11,7 +11,6 @@
 #pragma once
 
 #include "attention/decode_tile.cuh"
-#include "attention/tile.cuh"
 #include "common/types.cuh"
 #include "ptx/cp_async.cuh"
 
@@ -142,25 +141,29 @@ struct KeySource {
     const i64 outer_stride = kPaging == 2 ? token_stride : block_stride;
     const i64 own = at.block < 0 ? -1 : at.block * outer_stride + at.place * token_stride;
     if constexpr (kRegular) {
+      constexpr int kRowsATrip = 32 / kPieces;
       const int first_row = lane / kPieces, piece = lane % kPieces;
-      unsigned char* target = tile + first_row * T::kPitch + piece * kCopyBytes;
+      const int chunk = piece * kCopyBytes / 16 ^ T::swizzle(first_row);
+      unsigned char* first_target = tile + first_row * T::kPitch + piece * kCopyBytes % 16;
+      const auto target = [&](int trip) {
+        return first_target + trip * kRowsATrip * T::kPitch + (chunk ^ T::swizzle(trip * kRowsATrip)) * 16;
+      };
       const bool inside = kFullRows || piece * kPerPiece < kDim;
       if (at.block >= 0 && at.all_valid()) {  // nearly always, and for all lanes
         const Element* source = inside ? head + own + first_row * token_stride + piece * kPerPiece : head;
-        const i64 step = inside ? 32 / kPieces * token_stride : 0;
+        const i64 step = inside ? kRowsATrip * token_stride : 0;
 #pragma unroll
         for (int trip = 0; trip < kTrips; ++trip) {
-          start(target + trip * (32 / kPieces * T::kPitch), source, inside ? kCopyBytes : 0);
+          start(target(trip), source, inside ? kCopyBytes : 0);
           source += step;
         }
         return;
       }
 #pragma unroll 1
       for (int trip = 0; trip < kTrips; ++trip) {
-        const int row = first_row + trip * (32 / kPieces);
+        const int row = first_row + trip * kRowsATrip;
         const bool valid = inside && at.block >= 0 && row >= at.first_valid() && row < at.end_valid();
-        start(target + trip * (32 / kPieces * T::kPitch),
-              valid ? head + own + row * token_stride + piece * kPerPiece : head, valid ? kCopyBytes : 0);
+        start(target(trip), valid ? head + own + row * token_stride + piece * kPerPiece : head, valid ? kCopyBytes : 0);
       }
     } else {
 #pragma unroll(kTrips <= 16 ? kTrips : 8)
@@ -170,8 +173,8 @@ struct KeySource {
         const i64 offset = row_start + (kLookUpKeys ? 0 : row * token_stride);
         const bool valid = row_start >= 0 && row >= at.first_valid() && row < at.end_valid() &&
                            (kFullRows || piece * kPerPiece < kDim);
-        start(tile + row * T::kPitch + piece * kCopyBytes, valid ? head + offset + piece * kPerPiece : head,
-              valid ? kCopyBytes : 0);
+        start(tile + T::offset(row, 0, piece * kCopyBytes / 16) + piece * kCopyBytes % 16,
+              valid ? head + offset + piece * kPerPiece : head, valid ? kCopyBytes : 0);
       }
     }
   }

@@ -36,12 +36,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Schedule schedule{tables, tables + batch, 0, batch, passes, 0};
   schedule.measure<kThreads>(Lengths{lengths, lengths_stride, capacity, queries, left});
   schedule.cut(static_cast<int>(gridDim.y) + 1, least_positions);
-  if constexpr (kProgrammatic) ptx::griddepcontrol_wait();
 
   const i64 position = static_cast<i64>(cut) * schedule.chunk;
-  if (position >= schedule.positions()) return;
-  const Cursor at = Cursor::at(schedule, static_cast<int>(position), 1);
-  if (at.tile == 0) return;  // between two units
+  Cursor at{0, 0, 0, 0};  // tile 0: the cut went between two units, or lies behind all
+  if (position < schedule.positions()) at = Cursor::at(schedule, static_cast<int>(position), 1);
   const int unit_begin = schedule.unit_begin(at.sequence, at.pass);
   const int parts = schedule.sharing_groups(unit_begin, schedule.tiles(at.sequence));
   const int rank = cut - schedule.first_group(unit_begin) - 1;  // among the unit's parts - 1 cuts
@@ -50,6 +48,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int first_row = (unit - kv_head * kRowBlocks) * kRows;
   const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
                       kv_heads * kGroup};
+  if constexpr (kProgrammatic) ptx::griddepcontrol_wait();  // all blocks: the launch must not end before the first one
+  if (at.tile == 0) return;
   combine_parts<State, kWarps>(
       parts, rank, parts - 1, min(kRows, total_rows - first_row), scratch,
       [&](int i, int row) {

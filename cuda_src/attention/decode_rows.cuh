@@ -139,9 +139,11 @@ struct DecodeRows {
  private:
   template <bool kPairs, class Element>
   __device__ __forceinline__ void load_queries(int n, const Element* row, i64 dim_stride, int head_dim, float factor) {
-    const int t = lane() % 4;
+    const int first = lane() % 4 * kQueryLaneStep<CacheElement>;  // of the lane's elements
+    const bool present = row != nullptr;
+    const Element* own = present ? row + first * dim_stride : nullptr;
     const auto element = [&](int d) {
-      return row != nullptr && d < head_dim ? to_float(row[d * dim_stride]) : 0.0f;
+      return present && first + d < head_dim ? to_float(own[d * dim_stride]) : 0.0f;
     };
     float up = 1.0f;
     if constexpr (kQuantized) up = fit_into_f16(n, element, factor);
@@ -149,13 +151,13 @@ struct DecodeRows {
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int d = query_element<CacheElement>(step, i, t);
+        const int d = query_element<CacheElement>(step, i);
         if constexpr (sizeof(Compute) == 4) {
           queries[n][step][i] = __float_as_uint(element(d));
         } else if constexpr (kQuantized) {
           queries[n][step][i] = pack_pair<Compute>(element(d) * up, element(d + 1) * up);
         } else if constexpr (kPairs) {
-          queries[n][step][i] = row != nullptr && d < head_dim ? *reinterpret_cast<const u32*>(row + d) : 0u;
+          queries[n][step][i] = present && first + d < head_dim ? *reinterpret_cast<const u32*>(own + d) : 0u;
         } else {
           queries[n][step][i] = pack_pair<Compute>(element(d), element(d + 1));
         }
@@ -170,7 +172,7 @@ struct DecodeRows {
     float largest = 0.0f;
     for (int step = 0; step < kSteps; ++step) {
       for (int i = 0; i < 2; ++i) {
-        const int d = query_element<CacheElement>(step, i, lane() % 4);
+        const int d = query_element<CacheElement>(step, i);
         largest = fmaxf(largest, fmaxf(fabsf(element(d)), fabsf(element(d + 1))));
       }
     }

@@ -18,7 +18,6 @@
 #pragma once
 
 #include "attention/product.cuh"
-#include "attention/tile.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 #include "ptx/convert.cuh"
@@ -29,6 +28,34 @@ namespace cki::attention {
 
 constexpr int kTileKeys = 16;
 constexpr int kTileRows = 8;
+
+// 16 rows of keys or values in shared memory, in chunks of 16 bytes; the tile begins at a multiple of 128.
+//
+// Rows of 64 or 128 bytes, or a multiple, follow one another, and a row's chunks change places by an exclusive or with a
+// number of the row, so that the eight rows of an ldmatrix phase lie in eight different groups of banks, and the four
+// rows of fp32 values that a warp reads word by word 8 banks apart. 128 bytes of memory stay 128 aligned bytes here: a
+// copy that falls on two such lines is carried out, and asks L2, in two parts. Other rows are padded by a chunk.
+template <class ElementType, int kDim>
+struct CacheTile {
+  using Element = ElementType;
+  static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(Element));
+  static constexpr bool kSwizzled = kRowBytes % 64 == 0;
+  static constexpr int kPitch = kRowBytes + (kSwizzled ? 0 : 16);
+  static constexpr int kBytes = kTileKeys * kPitch;
+  static_assert(kRowBytes % 16 == 0, "whole chunks");
+
+  // What a row's chunk numbers are changed by. swizzle(a + b) = swizzle(a) ^ swizzle(b) for a and b without common bits.
+  static __device__ __forceinline__ constexpr int swizzle(int row) {
+    if constexpr (!kSwizzled) return 0;
+    if constexpr (kRowBytes % 128 == 0) return row % 4 * 2 + row / 4 % 2;
+    return row / 2 % 4;
+  }
+  // The byte at which chunk `first + second` of a row begins, where second, as lanes choose it, has only bits that first,
+  // known when compiling, has not.
+  static __device__ __forceinline__ int offset(int row, int first, int second) {
+    return row * kPitch + (first ^ (second ^ swizzle(row))) * 16;
+  }
+};
 
 // The type in which a cache's elements are multiplied.
 template <class CacheElement>
@@ -41,12 +68,15 @@ struct ComputeType<e4m3> {
 };
 
 // The contracted elements that belong to word `i` of step `step` in lane t: the first of two, or for f32 the only one.
+// Lane 0's, and how far apart the lanes' are.
 template <class CacheElement>
-__device__ __forceinline__ int query_element(int step, int i, int t) {
-  if constexpr (sizeof(CacheElement) == 4) return step * 8 + t + i * 4;
-  if constexpr (sizeof(CacheElement) == 2) return step * 16 + t * 2 + i * 8;
-  return step * 16 + t * 4 + i * 2;
+__device__ __forceinline__ constexpr int query_element(int step, int i) {
+  if constexpr (sizeof(CacheElement) == 4) return step * 8 + i * 4;
+  if constexpr (sizeof(CacheElement) == 2) return step * 16 + i * 8;
+  return step * 16 + i * 2;
 }
+template <class CacheElement>
+constexpr int kQueryLaneStep = sizeof(CacheElement) == 4 ? 1 : sizeof(CacheElement) == 2 ? 2 : 4;
 
 // The column of the output that accumulators 0, 1 (half 0) or 2, 3 (half 1) of tile m belong to.
 template <class CacheElement>
@@ -70,13 +100,12 @@ __device__ __forceinline__ void multiply_queries(float (&scores)[kRowTiles][4],
                                                  const unsigned char* keys) {
   using Compute = typename ComputeType<typename KeyTile::Element>::Type;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const unsigned char* row = keys + lane % 16 * KeyTile::kPitch + lane / 16 * 16;
   // Two chains of additions instead of one, because a warp has little else to do while it waits for one.
   float sums[2][kRowTiles][4] = {};
 #pragma unroll
   for (int chunk = 0; chunk < KeyTile::kRowBytes / 32; ++chunk) {
     u32 words[4];
-    ptx::ldmatrix_x4(words, row + chunk * 32);
+    ptx::ldmatrix_x4(words, keys + KeyTile::offset(lane % 16, chunk * 2, lane / 16));
     if constexpr (sizeof(typename KeyTile::Element) == 1) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -141,32 +170,33 @@ __device__ __forceinline__ void multiply_weights(float (&output)[kRowTiles][kCol
       for (int n = 0; n < kRowTiles; ++n) multiply_add(output[n][m], a, b[n]);
     };
     if constexpr (sizeof(Element) == 4) {
-      const unsigned char* base = values + (step * 8 + lane % 4) * ValueTile::kPitch + lane / 4 * 4;
 #pragma unroll
       for (int m = 0; m < kColumnTiles; ++m) {
         Left<Compute> a;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a.set(i, *reinterpret_cast<const u32*>(base + i / 2 * 4 * ValueTile::kPitch + m * 64 + i % 2 * 32));
+        for (int i = 0; i < 4; ++i) {
+          const int row = step * 8 + i / 2 * 4 + lane % 4;
+          const unsigned char* chunk = values + ValueTile::offset(row, m * 4 + i % 2 * 2, lane / 16);
+          a.set(i, *reinterpret_cast<const u32*>(chunk + lane / 4 % 4 * 4));
+        }
         add(m, a);
       }
     } else if constexpr (sizeof(Element) == 2) {
-      const unsigned char* row = values + (lane % 8 + lane / 16 * 8) * ValueTile::kPitch + lane / 8 % 2 * 16;
+      const int row = lane % 8 + lane / 16 * 8;
 #pragma unroll
       for (int m = 0; m < kColumnTiles; ++m) {
         Left<Compute> a;
         u32 words[4];
-        ptx::ldmatrix_x4_trans(words, row + m * 32);
+        ptx::ldmatrix_x4_trans(words, values + ValueTile::offset(row, m * 2, lane / 8 % 2));
 #pragma unroll
         for (int i = 0; i < 4; ++i) a.set(i, words[i]);
         add(m, a);
       }
     } else {
-      const unsigned char* row = values + lane % 16 * ValueTile::kPitch + lane / 16 * 16;
 #pragma unroll
       for (int m = 0; m < kColumnTiles; m += 2) {
         u32 words[4];
-        ptx::ldmatrix_x4_trans(words, row + m * 16);
+        ptx::ldmatrix_x4_trans(words, values + ValueTile::offset(lane % 16, m, lane / 16));
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
           Left<Compute> a;
