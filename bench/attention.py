@@ -198,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--hopper", action="store_true", help="check and time every variant of the Hopper kernel"
     )
+    parser.add_argument("--chosen", action="store_true", help="with --hopper: the heuristics' choice alone")
     parser.add_argument(
         "--hopper-worker", nargs="+", help=argparse.SUPPRESS
     )  # shape, dtype, candidates to check
@@ -210,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             attention_hopper.worker(shape, dtype, names)
         else:
             given = [(text, options.dtype) for text in options.shape or ()]
-            attention_hopper.run(given or attention_hopper.CELLS)
+            attention_hopper.run(given or attention_hopper.CELLS, options.chosen)
         return
     common.require_gpu()
     wanted = [(text, options.dtype) for text in options.shape] if options.shape else SHAPES

@@ -1,6 +1,7 @@
 """The Hopper attention kernel: all candidates checked, then timed in turn with the generic kernel, cuDNN and FA3.
 
     python bench/attention.py --hopper                                 # all cells, about 8 minutes on an H200
+    python bench/attention.py --hopper --chosen                        # the heuristics' choices alone, 2 minutes
     python bench/attention.py --hopper --shape 2x8192x16x128:causal --dtype bf16
 
 Two phases.  First each distinct kernel is checked in a worker process (the bound of the tests, on a shape that wraps
@@ -33,7 +34,7 @@ import numpy as np
 from attention import Shape
 
 from cki.device import sim_device
-from cki.heuristics.attention import padded
+from cki.heuristics.attention import choose_tiles, padded
 from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles, tuning_candidates
 
 DIMS = (64, 128, 256)
@@ -134,11 +135,19 @@ def fa3_call(shape: Shape) -> Callable[..., Any] | None:
     return lambda q, k, v, out: attend(q, k, v, causal=shape.causal)
 
 
-def measure(text: str, dtype: str, names: Sequence[str]) -> list[dict[str, object]]:
+def generic_call(shape: Shape) -> Callable[..., Any]:
+    """The kernel for every GPU, which the heuristics no longer choose here."""
+    dim, itemsize = padded(shape.dim), 2
+    return attention.cki_call(
+        shape, choose_tiles(shape.tokens, dim, dim, itemsize, True, sim_device("sm_90a"))
+    )
+
+
+def measure(text: str, dtype: str, names: Sequence[str], with_generic: bool) -> list[dict[str, object]]:
     """Rows of one shape, all implementations in turn."""
     shape = attention.parse(text, dtype)
     tiles = candidates(shape)
-    variants: dict[str, Callable[..., Any]] = {"generic": attention.cki_call(shape)}
+    variants: dict[str, Callable[..., Any]] = {"generic": generic_call(shape)} if with_generic else {}
     variants |= {name: attention.cki_call(shape, tiles[name]) for name in names}
     variants["cudnn"] = attention.torch_call(shape, "cudnn")
     if (fa3 := fa3_call(shape)) is not None:
@@ -179,19 +188,21 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def run(wanted: Sequence[tuple[str, str]]) -> None:
-    """Checks, times, writes the CSV after every shape, prints the summary."""
+def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False) -> None:
+    """Checks, times, writes the CSV after every shape, prints the summary.
+
+    only_chosen: the heuristics' choice alone."""
     common.require_gpu()
     checked: dict[tuple[int, bool, str, str], bool] = {}
     rows: list[dict[str, object]] = []
     for text, dtype in wanted:
         shape = attention.parse(text, dtype)
-        names = list(candidates(shape))
+        names = list(candidates(shape))[: 1 if only_chosen else None]
         keys = {name: (shape.dim, shape.causal, dtype, name) for name in names}
         if unknown := [name for name in names if keys[name] not in checked]:
             good = sound(text, dtype, unknown)
             checked |= {keys[name]: name in good for name in unknown}
-        rows += measure(text, dtype, [name for name in names if checked[keys[name]]])
+        rows += measure(text, dtype, [name for name in names if checked[keys[name]]], not only_chosen)
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
             common.write_csv("attention_hopper", rows)
         print(f"measured {text} {dtype}", flush=True)
