@@ -35,6 +35,7 @@
 #include "attention/decode_schedule.cuh"
 #include "attention/decode_tile.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 
@@ -106,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   __shared__ u64 stored, combined;  // the states of a unit: all are there; they may be written again
   float* states = reinterpret_cast<float*>(smem + kRingBytes);
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % 32;
-  const int warp = __shfl_sync(kFullWarp, thread / 32, 0);  // uniform, and the compiler knows
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and the compiler knows
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
   if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
   if (thread == 0) {  // visible after the barrier in schedule.measure
@@ -180,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
                       kv_heads * kGroup};
   const LogitRules rules{scale, softcap, softcap_rate, 0, 0};
-  const float slack = Rows::kSlack / exponent_scale;
+  const float slack = Rows::kSlack * ptx::rcp_approx(exponent_scale);
 
   Unit unit;
   Rows state;

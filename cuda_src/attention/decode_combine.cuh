@@ -28,7 +28,7 @@ struct StateLayout {
 
   // The first column of a lane's vector; >= kColumns where there is none.
   static __device__ __forceinline__ int column(int vector) {
-    return vector * 128 + static_cast<int>(threadIdx.x) % 32 * 4;
+    return vector * 128 + static_cast<int>(threadIdx.x % 32) * 4;
   }
 };
 
@@ -62,7 +62,7 @@ struct CombinedRow {
   template <class From, int kBatch, class RowOf>
   __device__ __forceinline__ void add(int first, int step, int parts, RowOf row_of) {
     static_assert(kBatch <= 32, "a lane holds the numbers of one part");
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll 1
     for (int begin = first; begin < parts; begin += kBatch * step) {
       const int own = begin + lane * step;
@@ -127,7 +127,7 @@ template <class State, int kWarps, class RowOf, class Finish>
 __device__ __forceinline__ void combine_parts(int parts, int first_row, int row_step, int rows, float* scratch,
                                               RowOf row_of, Finish finish) {
   constexpr int kBatch = 16 / State::kVectors;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = static_cast<int>(threadIdx.x / 32);
   const int count = (rows - first_row + row_step - 1) / row_step;
   if (count <= 0) return;
   const int at_once = min(count, kWarps);

@@ -83,12 +83,12 @@ struct KeySource {
 
   // kLookUpKeys: the table's entry for key lane % 16 of a tile; not looked at before it is needed.
   __device__ __forceinline__ TableIndex look_up(const TilePlace& at) const {
-    const int row = static_cast<int>(threadIdx.x) % kTileKeys;
+    const int row = static_cast<int>(threadIdx.x % kTileKeys);
     const bool valid = row >= at.first_valid() && row < at.end_valid();
     return valid ? entry(at.sequence, column_of(at.place + row)) : TableIndex{-1};
   }
   __device__ __forceinline__ TilePlace of_key(TilePlace at, TableIndex entry) const {
-    at.place = place_of(at.place + static_cast<int>(threadIdx.x) % kTileKeys);
+    at.place = place_of(at.place + static_cast<int>(threadIdx.x % kTileKeys));
     at.block = existing(entry);
     return at;
   }
@@ -98,7 +98,7 @@ struct KeySource {
     copy_rows<typename Stage::Keys, kHeadDim>(stage, k + at.kv_head * k_head, k_block, k_token, at);
     copy_rows<typename Stage::Values, kValueDim>(stage + Stage::kValues, v + at.kv_head * v_head, v_block, v_token, at);
     if constexpr (Stage::kScales) {  // lanes 0-15 of keys, 16-31 of values
-      const int lane = static_cast<int>(threadIdx.x) % 32;
+      const int lane = static_cast<int>(threadIdx.x % 32);
       const int row = lane % kTileKeys;
       const bool valid = at.block >= 0 && row >= at.first_valid() && row < at.end_valid();
       const i64 slot = static_cast<i64>(at.block) * block_size + at.place + (kLookUpKeys ? 0 : row);
@@ -137,7 +137,7 @@ struct KeySource {
     const auto start = [](unsigned char* target, const Element* source, int bytes = kCopyBytes) {
       ptx::cp_async<kCopyBytes, kCopyBytes == 16 ? kPrefetch : 0>(target, source, bytes);
     };
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
     const i64 outer_stride = kPaging == 2 ? token_stride : block_stride;
     const i64 own = at.block < 0 ? -1 : at.block * outer_stride + at.place * token_stride;
     if constexpr (kRegular) {

@@ -29,7 +29,7 @@ struct DecodeResult {
     constexpr int kVectors = static_cast<int>(sizeof(total.values) / sizeof(float4));
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const int column = j * 128 + static_cast<int>(threadIdx.x) % 32 * 4;
+      const int column = j * 128 + static_cast<int>(threadIdx.x % 32) * 4;
       const float4 v = total.values[j];
       const float values[4] = {v.x * end.factor, v.y * end.factor, v.z * end.factor, v.w * end.factor};
       if constexpr (kDense) {

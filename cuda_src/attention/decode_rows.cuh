@@ -35,7 +35,7 @@ struct DecodeRows {
   float key_factor[kRowTiles][2];  // e4m3: what products are multiplied by, besides the scale of the key
   float value_reference;           // scales of tokens: the output is in units of it
 
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
   static __device__ __forceinline__ int row_of(int n, int e) { return n * kTileRows + lane() % 4 * 2 + e; }
 
   // Calls visit(n, e) for each of the lane's rows.

@@ -88,7 +88,8 @@ struct Schedule {
 
   // Cuts the line for `groups` groups of blocks; none gets less than `least` positions.
   __device__ __forceinline__ void cut(int groups, int least) {
-    chunk = max((positions() + groups - 1) / groups, least);
+    const u32 above = static_cast<u32>(positions() + groups - 1);
+    chunk = max(static_cast<int>(above / static_cast<u32>(groups)), least);  // unsigned: a shorter division
   }
 
   __device__ __forceinline__ int positions() const { return before[sequences] * passes; }

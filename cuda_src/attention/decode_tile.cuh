@@ -81,7 +81,7 @@ constexpr int kQueryLaneStep = sizeof(CacheElement) == 4 ? 1 : sizeof(CacheEleme
 // The column of the output that accumulators 0, 1 (half 0) or 2, 3 (half 1) of tile m belong to.
 template <class CacheElement>
 __device__ __forceinline__ int value_column(int m, int half) {
-  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+  const int g = static_cast<int>(threadIdx.x % 32) / 4;
   return m * 16 + (sizeof(CacheElement) == 1 ? g * 2 + half : g + half * 8);
 }
 
@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_queries(float (&scores)[kRowTiles][4],
                                                  const u32 (&queries)[kRowTiles][kSteps][2],
                                                  const unsigned char* keys) {
   using Compute = typename ComputeType<typename KeyTile::Element>::Type;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
   // Two chains of additions instead of one, because a warp has little else to do while it waits for one.
   float sums[2][kRowTiles][4] = {};
 #pragma unroll
@@ -141,7 +141,7 @@ __device__ __forceinline__ Right<Compute> right_from_weights(const float (&weigh
     b.set(0, ptx::movmatrix_trans(pack_pair<Compute>(weights[0], weights[1])));
     b.set(1, ptx::movmatrix_trans(pack_pair<Compute>(weights[2], weights[3])));
   } else {  // word i of lane (g, t) is key t + 4 i, row g; its owner is lane (key, g / 2)
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int owner = (lane % 4 + i * 4) * 4 + lane / 8;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void multiply_weights(float (&output)[kRowTiles][kCol
                                                  const float (&weights)[kRowTiles][4], const unsigned char* values) {
   using Element = typename ValueTile::Element;
   using Compute = typename ComputeType<Element>::Type;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
   for (int step = 0; step < (sizeof(Compute) == 4 ? 2 : 1); ++step) {
     Right<Compute> b[kRowTiles];
