@@ -149,11 +149,11 @@ OPS: dict[str, Op] = {
     "quantize_block128": _quantize("block128", "blocks"),
     "quantize_tensor": _quantize("tensor", ""),
     "add_rms_norm_quantize": Op(
-        RMS_NORM_QUANTIZE, ("row", "e4m3", 1e-6, "rounded", 0.0), ("x", "vector", "x"), ("codes", "rows", "y"),
+        RMS_NORM_QUANTIZE, ("row", "e4m3", 1e-6, "unrounded", 0.0), ("x", "vector", "x"), ("codes", "rows", "y"),
         _torch_add_rms_norm_quantize, lambda x, w, residual: reference.rms_norm_quantize(x, w, residual=residual),
         lambda p, o, d, c: plan_norm_quantize(
             p["x"], (p["weight"], None), o["out"], o["scale_out"], d, centred=False, residual=p["residual"],
-            residual_out=o["residual_out"], config=c,
+            residual_out=o["residual_out"], normalize="unrounded", config=c,
         ),
     ),
     "dropout_add": Op(
