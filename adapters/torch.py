@@ -160,9 +160,14 @@ class TorchAdapter(Adapter):
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
             return torch.empty(shape, dtype=torch_dtype, device=device)
 
-    def allocator(self, shape: tuple[int, ...], dtype: DType) -> Callable[[Any], torch.Tensor]:
-        # A third of the time of torch.empty, which reads its arguments by name.
+    def allocator(
+        self, shape: tuple[int, ...], dtype: DType, device: DeviceId
+    ) -> Callable[[Any], torch.Tensor]:
         torch_dtype, strides = _to_torch(dtype), contiguous_strides(shape)
+        direct = _direct_empty(device, shape, strides, torch_dtype)
+        if direct is not None:
+            return lambda like: direct(shape, strides, torch_dtype)
+        # A third of the time of torch.empty, which reads its arguments by name.
         empty_strided = torch.empty_strided
 
         def allocate(like: torch.Tensor) -> torch.Tensor:
@@ -180,6 +185,30 @@ class TorchAdapter(Adapter):
         if _current_raw_stream is None or device_index < 0:
             return lambda: 0
         return functools.partial(_current_raw_stream, device_index)
+
+
+def _direct_empty(
+    device: DeviceId, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Callable[..., torch.Tensor] | None:
+    """The allocation of compiled torch code, which passes by the dispatcher: 0.5 us instead of 1.2.
+
+    No public interface, so it is used only if it answers as expected; and it allocates on the current GPU, so only
+    where there is no other.
+    """
+    try:
+        if device.kind == "cuda":
+            if torch.cuda.device_count() != 1:
+                return None
+            allocate = torch._C._dynamo.guards._empty_strided_cuda
+        else:
+            allocate = torch._C._dynamo.guards._empty_strided_cpu
+        made = allocate(shape, strides, dtype)
+        expected = torch.Tensor, torch.Size(shape), strides, dtype, device.kind
+        if (type(made), made.shape, made.stride(), made.dtype, made.device.type) == expected:
+            return allocate  # type: ignore[no-any-return]
+    except (AttributeError, TypeError, RuntimeError):
+        pass
+    return None
 
 
 def _to_torch(dtype: DType) -> torch.dtype:

@@ -89,8 +89,8 @@ class Adapter(ABC):
         memory is then safe to use on it.  Aligned to 64 bytes on the CPU and 256 on a GPU.
         """
 
-    def allocator(self, shape: tuple[int, ...], dtype: DType) -> Callable[[Any], Any]:
-        """`empty` for one kind of output on the current stream: a function of `like`."""
+    def allocator(self, shape: tuple[int, ...], dtype: DType, device: DeviceId) -> Callable[[Any], Any]:
+        """`empty` for one kind of output on the current stream: a function of `like`, which is on that device."""
         return lambda like: self.empty(shape, dtype, like)
 
     @abstractmethod

@@ -87,7 +87,9 @@ class Entry:
             and not self._workspace_nbytes
             and len(self.order) == 1
         )
-        self._allocate = adapter.allocator(*self.new_outputs[0]) if len(self.new_outputs) == 1 else None
+        self._allocate = (
+            adapter.allocator(*self.new_outputs[0], self.device_id) if len(self.new_outputs) == 1 else None
+        )
 
     def _place_workspace(self, sizes: Sequence[int]) -> None:
         """One allocation holds all slots, each 256-byte aligned whatever the allocator's alignment."""
