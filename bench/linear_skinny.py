@@ -8,10 +8,14 @@ A shape is ROWSxDEPTHxCOLUMNS, as in linear.py; without an epilogue there is no 
 without the candidate that it was at.  A worker compares every implementation with a float64 product on the GPU, on each
 of the input sets that it walks through, then captures all as graphs and replays them in turn.
 
+The candidates are the tiles of the choice's height with K whole or over two blocks, those by TMA too (16-bit, up to
+16 rows), each with and without programmatic launch (`serial`: in a graph of such calls the others overlap), and the
+choice.
+
 `of_copy` is the weight's bytes a second over the rate of a copy in the same run (bytes read and written), `vs_torch`
-torch's time over ours, `predicted_us` the model's time.  `serial` is the chosen tile without programmatic launch: in a
-graph of such calls the others overlap.  A shape's rows are written when it is done (results/linear_skinny.csv); the
-last lines are the best candidate of each shape with the choice beside it, and the least figures of all.
+torch's time over ours, `predicted_us` the model's time.  A shape's rows are written when it is done
+(results/linear_skinny.csv); the last lines are the best candidate of each shape with the choice beside it, and the
+least figures of all.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from cki.heuristics.linear_skinny import (
     CANDIDATES,
     DEFAULT_ROWS,
     MAX_ROWS,
+    TMA_CANDIDATES,
     SkinnyTile,
     choose_skinny_tile,
     fits,
@@ -53,6 +58,8 @@ SHAPES = tuple(
 #: Seconds for a worker, most of them for compiling.
 WORKER_SECONDS = 240
 ROUNDS = 20
+#: Of a cluster, in a candidate: of 4 and 8 none was ever the fastest (results/linear_skinny.csv).
+MOST_BLOCKS = 2
 _LIMITS = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 1e-5}
 
 
@@ -77,15 +84,18 @@ def chosen(problem: LinearProblem, device: DeviceInfo) -> SkinnyTile:
 
 
 def candidates(problem: LinearProblem, device: DeviceInfo) -> dict[str, SkinnyTile]:
-    """Tiles by name: those of the choice's height, and the choice without programmatic launch."""
+    """Tiles by name: those of the choice's height, with and without programmatic launch, the choice among them."""
     choice = chosen(problem, device)
     itemsize = int(linear.NUMPY[problem.dtype].itemsize)
+    rows_at_16_bytes = problem.depth * itemsize % 16 == problem.columns * itemsize % 16 == 0
     tiles = [
-        tile
-        for tile in CANDIDATES
-        if tile.block_m == choice.block_m and fits(tile, itemsize, device, along_n=problem.layout == "in_out")
+        dataclasses.replace(tile, programmatic=programmatic)
+        for tile in (*CANDIDATES, *(TMA_CANDIDATES if rows_at_16_bytes else ()))
+        if tile.block_m == choice.block_m and tile.split <= MOST_BLOCKS
+        if fits(tile, itemsize, device, along_n=problem.layout == "in_out")
+        for programmatic in (True, False)
     ]
-    return {f"skinny {tile}": tile for tile in (*tiles, dataclasses.replace(choice, programmatic=False))}
+    return {f"skinny {tile}": tile for tile in (*tiles, choice)}
 
 
 def implementations(

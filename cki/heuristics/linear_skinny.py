@@ -1,20 +1,26 @@
-"""How a product of few rows is cut (`cuda_src/gemm/skinny/linear.cu`): pure functions of shapes and device.
+"""How a product of few rows is cut (`cuda_src/gemm/skinny`): pure functions of shapes and device.
 
-Its time is that of the weight's bytes, if enough of them are under way on every SM all the time.  What weighs:
-* Blocks: about two an SM.  Where the columns alone give fewer, K is split over the blocks of a cluster (sm_90).
-* Bytes in flight: an H200 needs about 40 KB an SM; two rings of 64 KB of weight each have room to spare.
-* x: every block reads its rows for its part of K, from L2.  Wide tiles read less of it; with 64 rows and 64 columns it
-  doubles the traffic between L2 and SMs.
-* The finish: a split product passes its sums between SMs.
-
-The model below is a prediction: no measurement of this kernel has touched it yet.  `bench/linear.py --skinny` is the
-measurement, and prints the model's figure beside each.
+Its time is that of the weight's bytes, if enough of them are under way on every SM all the time.  The model below has
+few constants, each a mechanism, fitted to an H200's times (`bench/results/linear_skinny.csv`, up to 16 rows): for K
+whole or over two blocks it is within 10 %, and the tile that it takes is the best one measured.
+* Memory gives 4.63 TB/s: what cuBLASLt's times grow by with the weight.
+* A block of `linear.cu` takes 0.10 us for a stage (a barrier, one chain of loads and products a warp) and 1 us for
+  72 KB of w and x (the threads' own copies); several on an SM together 1 us for 58 KB.  So a block of 64 columns alone
+  takes 35 KB/us, just what memory gives an SM: tiles must be spread over all SMs, or two an SM where there are more.
+* Ring: `stages - 1` stages cover memory's 1.0 us.  Four stages of 8 KB are just too few for a block alone.
+* Rounds: blocks beyond those that the SMs hold at once start where others have ended: 2.0 us for a launch's start and
+  end, and again for each further round; 1.5 where the next launch has begun meanwhile.
+* Exchange over a cluster: 0.25 us, and 0.45 ns for each fp32 sum of a block's tile.
+* Clusters of 4 and 8 do not spread over all SMs: where they do not fill them anyway, the times are those of two thirds.
+* Programmatic launch pays where two launches fit the GPU side by side.  Elsewhere a block that was not there early
+  still asks L2 for its first weights, row by row (3 ns each, and the copies wait): 2.0 to 2.9 us lost.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cki.device import DeviceInfo
 from cki.heuristics.linear import STAGE_ROW_BYTES, block_count, choose_tile, modelled_time
@@ -27,22 +33,23 @@ MIN_WEIGHT_BYTES = 4 << 20
 #: Architectures without clusters.
 _NO_CLUSTERS = ("sm_80", "sm_89")
 
-# Of an H200.  Bytes a microsecond and SM that memory gives when more than enough are asked for (4.65 TB/s), and those
-# under way on an SM that halve it; 112 KB an SM then give 4.5 TB/s.
-_READ_RATE = 35_200.0
-_HALF_BYTES = 4_000.0
-# The same from L2; the most that one SM takes in, and the latency that its bytes under way must cover for that (the
-# Hopper GEMM with 32 blocks of 144 KB each reads 110 GB/s a block).
-_L2_RATE = 50_000.0
-_SM_RATE = 100_000.0
-_LATENCY_US = 1.0
-# fp32 sums of 16-bit products a microsecond and SM by mma.sync.
+# Of an H200, bytes a microsecond: from memory; from L2; into one SM by `linear.cu`, for a block alone (without the time
+# of its stages' barriers) and for several together; into one SM by TMA (the Hopper GEMM, 32 blocks of 144 KB each).
+_READ_RATE = 4.63e6
+_L2_RATE = 6.6e6
+_ALONE_RATE, _SM_RATE, _TMA_RATE = 72e3, 58e3, 110e3
+# Microseconds: of memory's latency; of a stage's barrier; of a launch's start and end, and where launches overlap; of
+# an exchange and of each fp32 sum of it; of a row of the prefetch (and rows of a stage).
+_LATENCY_US, _STAGE_US = 1.02, 0.10
+_EDGE_US, _OVERLAPPED_EDGE_US = 2.0, 1.5
+_EXCHANGE_US, _EXCHANGE_SUM_US = 0.25, 4.5e-4
+_PREFETCH_ROW_US, _PREFETCH_ROWS = 3e-3, 64
+# fp32 sums of 16-bit products a microsecond and SM by mma.sync: an estimate, for more rows.
 _PRODUCT_RATE = 2.5e6
-# Microseconds of launch, first bytes and finish; of a cluster's exchange, for each of its blocks; of a stage in a block
-# that has its SM for itself, and of one among several.
-_EDGE_US = 2.2
-_EXCHANGE_US = 0.1
-_ALONE_US, _SHARE_US = 0.25, 0.12
+# Memory and SMs wait for each other where both need about the same time: the norm by which their times add.
+_NORM = 5
+# Part of the SMs that clusters of more than two blocks reach.
+_CLUSTERED = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class SkinnyTile:
     block_m, block_n: the tile of a cluster.  warps_n, warps_k: how a block's warps share its columns, and the K steps
         of a stage.  stages: depth of the ring.  split: blocks of the cluster, each with its part of K.
     programmatic: the launch may begin while the one before it in the stream ends (sm_90 and later; else no effect).
+    tma: `streamed.cu` instead of `linear.cu` (sm_90a, f16 and bf16): warps_k warps take whole stages in turn, one more
+        issues copies; with split = 1 a block computes several tiles.
     """
 
     block_m: int
@@ -61,20 +70,23 @@ class SkinnyTile:
     stages: int
     split: int = 1
     programmatic: bool = True
+    tma: bool = False
 
     @property
     def threads(self) -> int:
-        return self.warps_n * self.warps_k * 32
+        return self.warps_n * self.warps_k * 32 + (32 if self.tma else 0)
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory: the ring, or the parts of the sums that take its place."""
+        """Bytes of dynamic shared memory: the ring, and the parts of the sums in its place, or by TMA beside it."""
         ring = self.stages * (self.block_m + self.block_n) * STAGE_ROW_BYTES
-        return max(ring, self.warps_k * self.block_m * (self.block_n + 8) * 4)
+        parts = self.warps_k * self.block_m * (self.block_n + 8) * 4
+        return ring + parts + self.stages * 16 if self.tma else max(ring, parts)
 
     def __str__(self) -> str:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
-        return f"{self.block_m}x{self.block_n}{warps}k{self.split}{'' if self.programmatic else 'serial'}"
+        kind = f"{'tma' if self.tma else ''}{'' if self.programmatic else 'serial'}"
+        return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}"
 
 
 def _with_splits(
@@ -83,7 +95,7 @@ def _with_splits(
     return tuple(SkinnyTile(block_m, block_n, warps_n, warps_k, stages, split) for split in (1, 2, 4, 8))
 
 
-#: What the choice and `bench/linear.py --skinny` try; on an H200 two or three blocks an SM, one of 256 columns.
+#: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
     *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
@@ -93,50 +105,86 @@ CANDIDATES = (
     SkinnyTile(64, 64, 2, 2, 3),
 )  # fmt: skip
 
+#: By TMA, for `bench/linear.py --skinny` to measure before any is taken: two blocks an SM, so that two launches fit
+#: side by side, and one with twice the ring, so that most of a small weight is asked for at once; 64 columns and 128.
+TMA_CANDIDATES = tuple(
+    SkinnyTile(16, block_n, 1, 4, stages, split, tma=True)
+    for block_n, stages in ((64, 8), (64, 20), (128, 4), (128, 8))
+    for split in (1, 2)
+)
+
 
 def fits(tile: SkinnyTile, itemsize: int, device: DeviceInfo, *, along_n: bool) -> bool:
     """Whether the kernel can be compiled with this tile for that device and weight order."""
+    if tile.shared_memory > device.shared_memory_per_block:
+        return False
+    sums = tile.block_m * tile.block_n // tile.warps_n // 32  # of a thread
+    if tile.tma:
+        whole = tile.block_n in (64, 128, 192, 256) and tile.warps_n == 1 and tile.stages % tile.warps_k == 0
+        return device.arch == "sm_90a" and itemsize == 2 and whole and sums <= 128
     clusters = tile.split == 1 or device.arch not in _NO_CLUSTERS
     # Rows of a weight's stage are whole groups of eight 16-byte chunks; fp32 keeps its sums twice in registers.
     whole = not along_n or tile.block_n * itemsize % 128 == 0
-    held = tile.block_m * tile.block_n // tile.warps_n // 32 * (itemsize // 2)
-    return clusters and whole and held <= 128 and tile.shared_memory <= device.shared_memory_per_block
+    return clusters and whole and sums * (itemsize // 2) <= 128
 
 
 def blocks_together(tile: SkinnyTile, device: DeviceInfo) -> int:
-    """Blocks that share an SM, by shared memory."""
-    return max(1, min(3, device.shared_memory_per_block // tile.shared_memory))
+    """Blocks that share an SM, by shared memory: the system takes 1 KB for each, which an SM has beyond the most."""
+    return max(1, min(3, (device.shared_memory_per_block + 1024) // (tile.shared_memory + 1024)))
 
 
 def skinny_blocks(tile: SkinnyTile, rows: int, columns: int) -> tuple[int, int, int]:
-    """The grid of a rows x columns result."""
+    """The grid of a rows x columns result; persistent blocks are fewer (`persistent_blocks`)."""
     return -(-columns // tile.block_n) * tile.split, -(-rows // tile.block_m), 1
+
+
+def persistent_blocks(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> tuple[int, int, int]:
+    """The grid of `streamed.cu`: all blocks on the GPU at once, unless clusters split K."""
+    across, down, _ = skinny_blocks(tile, rows, columns)
+    if tile.split == 1:
+        across = max(1, min(across, blocks_together(tile, device) * device.sm_count // down))
+    return across, down, 1
+
+
+def side_by_side(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> bool:
+    """Whether the GPU holds all blocks of two launches at once."""
+    across, down, _ = skinny_blocks(tile, rows, columns)
+    return 2 * across * down <= blocks_together(tile, device) * max(device.sm_count, 1)
 
 
 def predicted_time(
     tile: SkinnyTile, rows: int, columns: int, depth: int, itemsize: int, device: DeviceInfo
 ) -> float:
-    """Microseconds of a rows x depth by depth x columns product, if the device's SMs are those of an H200."""
+    """Microseconds of a rows x depth by depth x columns product, if the device's SMs are those of an H200.
+
+    One of several launches in a row.  Not measured: by TMA, more than 16 rows, fp32.
+    """
     sms = max(device.sm_count, 1)
     across, down, _ = skinny_blocks(tile, rows, columns)
+    blocks, together = across * down, blocks_together(tile, device)
     stages = -(-depth * itemsize // STAGE_ROW_BYTES)
     own_stages = -(-stages // tile.split)
-    block_bytes = own_stages * (tile.block_n + min(rows, tile.block_m)) * STAGE_ROW_BYTES
-    fullest = -(-across * down // sms)  # blocks of the fullest SM
-    together = blocks_together(tile, device)
-    ring_bytes = max(1, min(tile.stages - 1, own_stages)) * tile.block_n * STAGE_ROW_BYTES
-    under_way = min(across * down, together * sms) * ring_bytes / sms
-    read = depth * columns * itemsize / (_READ_RATE * sms) * (1 + _HALF_BYTES / under_way)
-    taken_in = min(_SM_RATE, min(together, fullest) * ring_bytes / _LATENCY_US)
-    copied = max(across * down * block_bytes / (_L2_RATE * sms), fullest * block_bytes / taken_in)
-    rounds = [together] * (fullest // together) + [fullest % together]
+    stage_bytes = (tile.block_n + tile.block_m) * STAGE_ROW_BYTES
     products = tile.block_m * tile.block_n * STAGE_ROW_BYTES / itemsize * (6 if itemsize == 4 else 1)
-    share = max(_SHARE_US, products / _PRODUCT_RATE)
-    computed = own_stages * sum(max(_ALONE_US, count * share) for count in rounds if count)
-    exchanged = 0.0
+    if tile.tma:
+        alone, share = _LATENCY_US / tile.stages, stage_bytes / _TMA_RATE
+    else:
+        alone = max(_STAGE_US + stage_bytes / _ALONE_RATE, _LATENCY_US / (tile.stages - 1))
+        share = stage_bytes / _SM_RATE
+    share = max(share, products / _PRODUCT_RATE)
+    fullest = math.ceil(blocks / (sms * (_CLUSTERED if tile.split > 2 else 1)))  # blocks of the fullest SM
+    rounds = [together] * (fullest // together) + [fullest % together] * (fullest % together > 0)
+    in_sms = own_stages * sum(max(alone, count * share) for count in rounds)
+    read = depth * columns * itemsize / _READ_RATE
+    copied = blocks * own_stages * (tile.block_n + min(rows, tile.block_m)) * STAGE_ROW_BYTES / _L2_RATE
+    overlapped = tile.programmatic and (tile.tma or side_by_side(tile, rows, columns, device))
+    edge = _OVERLAPPED_EDGE_US if overlapped else _EDGE_US
     if tile.split > 1:
-        exchanged = tile.split * (_EXCHANGE_US + rows * columns * 4 / (_L2_RATE * sms))
-    return _EDGE_US + max(read, copied, computed) + exchanged
+        edge += _EXCHANGE_US + min(rows, tile.block_m) * tile.block_n * _EXCHANGE_SUM_US
+    if tile.programmatic and not overlapped:
+        edge += min(together, fullest) * (tile.stages - 1) * _PREFETCH_ROWS * _PREFETCH_ROW_US
+    starts = 1 if tile.tma and tile.split == 1 else len(rounds)  # persistent blocks run on
+    return float((in_sms**_NORM + max(read, copied) ** _NORM) ** (1 / _NORM) + edge * starts)
 
 
 def choose_skinny_tile(
@@ -145,9 +193,13 @@ def choose_skinny_tile(
 ) -> SkinnyTile | None:  # fmt: skip
     """The tile of the least predicted time, the earlier of equals; None when none fits.
 
-    along_n: the weight's rows in memory run along N.
+    along_n: the weight's rows in memory run along N.  A launch is programmatic where two fit the GPU side by side.
     """
-    found = [tile for tile in among if fits(tile, itemsize, device, along_n=along_n)]
+    found = [
+        tile if tile.tma or side_by_side(tile, rows, columns, device) else replace(tile, programmatic=False)
+        for tile in among
+        if fits(tile, itemsize, device, along_n=along_n)
+    ]
     lowest = min((tile.block_m for tile in found if tile.block_m >= rows), default=MAX_ROWS)
     found = [tile for tile in found if tile.block_m == lowest]
     return min(
@@ -170,6 +222,6 @@ def preferred_tile(
     generic = choose_tile(rows, [columns], depth, itemsize, device)
     # The generic kernel's model knows stages, not memory.  The bytes that move are those of such a tile here.
     computed = modelled_time(generic, block_count(generic, rows, [columns]), depth, itemsize, device)
-    like = SkinnyTile(generic.block_m, generic.block_n, generic.warps_n, 1, generic.stages)
+    like = SkinnyTile(generic.block_m, generic.block_n, generic.warps_n, 1, generic.stages, 1, False)
     other = max(_EDGE_US + computed, predicted_time(like, rows, columns, depth, itemsize, device))
     return tile if predicted_time(tile, rows, columns, depth, itemsize, device) <= other else None

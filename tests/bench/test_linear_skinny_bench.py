@@ -40,8 +40,17 @@ def test_cells(skinny, layout):
         assert problem.rows <= MAX_ROWS
         tiles = skinny.candidates(problem, H200)
         assert f"skinny {skinny.chosen(problem, H200)}" in tiles
-        assert [name for name in tiles if name.endswith("serial")] == [list(tiles)[-1]]
-        assert len(tiles) >= 9
+        serial = [name for name in tiles if name.endswith("serial")]
+        assert {name.removesuffix("serial") for name in serial} < set(tiles)
+        assert len(serial) >= 5
+        by_tma = [tile for tile in tiles.values() if tile.tma]
+        assert len(by_tma) == (16 if problem.rows <= 16 else 0)
+
+
+def test_rows_that_tma_cannot_describe_get_no_such_candidate(skinny):
+    tiles = skinny.candidates(problem_of(skinny, "8x4096x4100"), H200)
+    assert tiles
+    assert not [tile for tile in tiles.values() if tile.tma]
 
 
 def test_a_worker_s_words(skinny):
