@@ -16,6 +16,7 @@ from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.paged import (
     MERGE_WARPS,
+    SERIAL_ARCHS,
     TILE_KEYS,
     DecodeConfig,
     DecodeShape,
@@ -37,8 +38,6 @@ _PARTIALS = "partials"
 _MAX_BLOCKS_Y = 65535
 #: Lines of block tables that are fetched while lengths are awaited.
 _MOST_TABLE_LINES = 1024
-#: Architectures where one launch cannot begin before the one ahead of it has ended.
-_SERIAL_ARCHS = ("sm_80", "sm_89")
 Choice = Callable[[DecodeShape, DeviceInfo], DecodeConfig]
 
 
@@ -135,40 +134,43 @@ def plan_paged_attention(
     rows = queries * group
     most_tiles = (-(-capacity // TILE_KEYS) + (batch if paging == 2 else 0)) * (1 if paging == 2 else batch)
     shape = DecodeShape(
-        batch, rows, kv_heads, head_dim, value_dim, itemsize, token_scales, max(batch, most_tiles), deterministic
+        batch, rows, kv_heads, head_dim, value_dim, itemsize, token_scales, max(batch, most_tiles), deterministic,
+        left >= 0,
     )  # fmt: skip
     chosen = choose(shape, device)
     row_blocks = -(-rows // chosen.rows)
     units = kv_heads * row_blocks  # of a sequence
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or alibi_slopes is not None or scale <= 0
-    merge_here = chosen.split and counters is not None
+    merge_here = chosen.split and counters is not None and not chosen.cluster
     # On later architectures the merging launch is under way when the parts are written.
-    programmatic = chosen.split and not merge_here and device.arch not in _SERIAL_ARCHS
+    merge_later = chosen.split and chosen.groups > 1 and not merge_here and not chosen.cluster
+    programmatic = merge_later and device.arch not in SERIAL_ARCHS
     dense_out = out.strides[3] == 1 and value_dim % 4 == 0 and out.is_aligned(min(16, 4 * out.dtype.itemsize))
     common: dict[str, Any] = {
         "Element": q.dtype, "LengthIndex": lengths.dtype, "kPaging": paging, "kLimitLeft": left >= 0,
         "kRows": chosen.rows, "kRowBlocks": row_blocks, "kGroup": group, "kValueDim": value_dim,
         "kPaddedValueDim": padded_dim(value_dim, itemsize),
-        "kDenseOut": dense_out, "kProgrammatic": programmatic,
+        "kDenseOut": dense_out, "kProgrammatic": programmatic, "kDealt": chosen.dealt,
     }  # fmt: skip
     archs = tuple(
         arch for arch in ARCHITECTURES
-        if not (itemsize == 1 and arch == "sm_80") and not (programmatic and arch in _SERIAL_ARCHS)
+        if not (itemsize == 1 and arch == "sm_80") and not ((programmatic or chosen.cluster) and arch in SERIAL_ARCHS)
     )  # fmt: skip
     kernel = kernel_spec(
         "attention/decode.cu", "paged_attention", _PARAMS, archs=archs, kWarps=chosen.warps, kPrefetch=chosen.prefetch,
         CacheElement=k.dtype, TableIndex=block_table.dtype if block_table is not None else dtypes.i32,
         kHeadDim=head_dim, kPaddedDim=padded_dim(head_dim, itemsize),
         kRowTiles=chosen.row_tiles, kStages=chosen.stages, kMinBlocks=chosen.min_blocks, kSplit=chosen.split,
-        kMergeHere=merge_here, kTokenScales=token_scales, kWholeTiles=paging > 0 or block_size % TILE_KEYS == 0,
+        kMergeHere=merge_here, kCluster=chosen.cluster, kTokenScales=token_scales,
+        kWholeTiles=paging > 0 or block_size % TILE_KEYS == 0,
         kBlockShift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
         kCopyBytes=copy_bytes(k, v), kQueryPairs=q.strides[3] == 1 and head_dim % 2 == 0 and q.is_aligned(4),
         kSoftcap=softcap > 0, kAlibi=alibi_slopes is not None, kScaleFirst=scale_first, **common,
     )  # fmt: skip
     partials: ArgumentValue = NullPointer()
     workspace: tuple[tuple[str, int], ...] = ()
-    if chosen.split:
+    if merge_here or merge_later:
         floats = 2 * chosen.blocks * chosen.state_floats(value_dim, itemsize)
         partials, workspace = dense(_PARTIALS, (floats,), dtypes.f32), ((_PARTIALS, 4 * floats),)
 
@@ -201,8 +203,11 @@ def plan_paged_attention(
         f"{f'{chosen.groups} equal groups of {chosen.together} blocks' if chosen.split else 'a block a unit'}"
     )
     threads = (chosen.threads, 1, 1)
-    steps = [Step(kernel, grid, threads, arguments, chosen.shared_memory(shape), reason=reason)]
-    if chosen.split and not merge_here and chosen.groups > 1:
+    cluster = (1, chosen.groups if chosen.cluster else 1, 1)
+    steps = [
+        Step(kernel, grid, threads, arguments, chosen.shared_memory(shape), cluster=cluster, reason=reason)
+    ]
+    if merge_later:
         merge = kernel_spec(
             "attention/decode_merge.cu",
             "merge_partials",

@@ -34,6 +34,7 @@
 #include "attention/decode_rows.cuh"
 #include "attention/decode_schedule.cuh"
 #include "attention/decode_tile.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
@@ -43,6 +44,7 @@ using namespace cki;
 using namespace cki::attention;
 
 constexpr int kThreads = 32 * kWarps;
+constexpr Order kOrder = !kSplit ? Order::kAlone : kDealt ? Order::kDealt : Order::kLine;
 constexpr bool kHeadScales = sizeof(CacheElement) == 1 && !kTokenScales;
 
 // What the logits go through; the names are the prelude's.
@@ -58,6 +60,7 @@ using Stage = StageLayout<Keys, Values, kTokenScales>;
 using Rows = DecodeRows<Stage, kRowTiles, Features>;
 using State = StateLayout<kRows, kPaddedValueDim>;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
+using Division = Schedule<kOrder>;
 using Source =
     KeySource<Stage, TableIndex, kPaging, kWholeTiles, kBlockShift, kCopyBytes, kPrefetch, kHeadDim, kValueDim>;
 using Result = DecodeResult<Element, kValueDim, kGroup, kDenseOut>;
@@ -72,16 +75,16 @@ struct Unit {
   int keys = 0;                 // of the sequence
 
   Unit() = default;
-  __device__ __forceinline__ Unit(const Schedule& schedule, const Cursor& walk, int together, int beside,
+  __device__ __forceinline__ Unit(const Division& schedule, const Cursor& walk, int together, int beside,
                                   int total_rows) {
     tiles = schedule.tiles(walk.sequence);
-    length = min(tiles - walk.tile, walk.remaining);
+    length = Division::kOne ? walk.remaining : min(tiles - walk.tile, walk.remaining);
     sequence = schedule.base + walk.sequence;
     index = walk.pass * together + beside;
     kv_head = index / kRowBlocks;
     first_row = (index - kv_head * kRowBlocks) * kRows;
     rows = min(kRows, total_rows - first_row);
-    keys = schedule.keys[walk.sequence];
+    keys = schedule.keys(walk.sequence);
   }
 };
 
@@ -111,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and the compiler knows
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
   if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
-  if (thread == 0) {  // visible after the barrier in schedule.measure
+  if (thread == 0) {  // visible to all before the first unit is begun
     ptx::mbarrier_init(&stored, kWarps);
     ptx::mbarrier_init(&combined, 1);
   }
@@ -119,36 +122,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int total_rows = queries * kGroup;
   const int units = kv_heads * kRowBlocks;  // of a sequence
   const int together = static_cast<int>(gridDim.x), beside = static_cast<int>(blockIdx.x);
-  const int group_of_blocks = kSplit ? static_cast<int>(blockIdx.y) : 0;
+  const int own_group = kSplit ? static_cast<int>(blockIdx.y) : 0;
   const int single = kSplit ? 0 : static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);  // the sequence, unsplit
   if (single >= batch) return;
-  if constexpr (kPaging == 0) {  // small tables come to L2 while the lengths are awaited
-    const int line = (group_of_blocks * together + beside) * (kThreads - 32) + thread - 32;
-    if (thread >= 32 && line < batch * table_lines)  // the first warp reads the lengths
-      ptx::prefetch_global_l2(block_table + (line / table_lines) * table_batch +
-                              line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
-  }
+  const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
+                      table_batch, table_column, num_blocks, block_size, kv_heads};
   const Lengths key_lengths{lengths, lengths_stride, capacity, queries, left};
 
   // What this block does: its unit of each sequence that its group walks over.
   int* tables = reinterpret_cast<int*>(states + kWarps * State::kFloats);
   const int sequences = kSplit ? batch : 1;
-  Schedule schedule{tables, tables + sequences, single, sequences, passes, 0};
-  schedule.measure<kThreads>(key_lengths);
-  Cursor walk{0, 0, 0, schedule.tiles(0)};
-  if constexpr (kSplit) {
-    schedule.cut(static_cast<int>(gridDim.y), least_positions);
-    const i64 begin = static_cast<i64>(group_of_blocks) * schedule.chunk;
-    if (begin >= schedule.positions()) return;
-    walk = Cursor::at(schedule, static_cast<int>(begin), schedule.chunk);
+  Division schedule{tables, tables + sequences, single, sequences, passes, static_cast<int>(gridDim.y)};
+  TableIndex early{};  // kDealt: entry of the lane's first tile
+  if constexpr (kOrder == Order::kDealt) {
+    schedule.cut(least_positions);
+    early = source.tile_entry(0, schedule.template tile_at<kWarps>(warp + lane * kWarps, own_group) * kTileKeys, capacity);
+  } else if constexpr (kPaging == 0) {  // small tables come to L2 while the lengths are awaited
+    const int line = (own_group * together + beside) * (kThreads - 32) + thread - 32;
+    if (thread >= 32 && line < batch * table_lines)  // the first warp reads the lengths
+      ptx::prefetch_global_l2(block_table + (line / table_lines) * table_batch +
+                              line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
   }
-  const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
-                      table_batch, table_column, num_blocks, block_size, kv_heads};
-  const auto place_of = [&](const Cursor& at) {
+  schedule.template measure<kThreads>(key_lengths);
+  if constexpr (kOrder == Order::kLine) schedule.cut(least_positions);
+  const int share = schedule.share(own_group);
+  if (!kCluster && share == 0) return;
+  Cursor walk = Cursor::begin(schedule, own_group, share);
+  const auto first_key_at = [&](int keys, int tile) {
+    return (key_lengths.first_tile(keys) + schedule.template tile_at<kWarps>(tile, own_group)) * kTileKeys;
+  };
+  const auto place_of = [&](const Cursor& at, bool is_first) {
     if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0};
-    const int keys = schedule.keys[at.sequence];
-    const int sequence = schedule.base + at.sequence;
-    return source.find(sequence, (at.pass * together + beside) / kRowBlocks, (key_lengths.first_tile(keys) + at.tile) * kTileKeys,
+    const int keys = schedule.keys(at.sequence), sequence = schedule.base + at.sequence;
+    const int first = first_key_at(keys, at.tile);
+    const TableIndex of_tile =
+        kOrder == Order::kDealt && is_first ? early : source.tile_entry(sequence, first, keys);
+    return source.find(of_tile, sequence, (at.pass * together + beside) / kRowBlocks, first,
                        key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
   };
 
@@ -163,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (fetched < to_fetch) {
       const int holder = fetched % 32;
       if (holder == 0) {
-        found = place_of(search);
+        found = place_of(search, fetched == 0);
         search.advance(schedule, 32 * kWarps);
         if constexpr (Source::kLookUpKeys) entry = source.look_up(Source::of_lane(found, 0));
       }
@@ -213,10 +222,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (!by_all && warp != done % kWarps) return;
 
     const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.pass) : 0;
+    float* exchange = reinterpret_cast<float*>(smem);  // kCluster: the rings have been read
     const auto part_of = [&](int i) {
       return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
     };
-    float* part = whole ? nullptr : part_of(group_of_blocks - schedule.first_group(unit_begin));
+    float* part = kCluster ? exchange : whole ? nullptr : part_of(own_group - schedule.first_group(unit_begin));
     ptx::mbarrier_wait_parity(&stored, done % 2);
 #pragma unroll 1
     for (int row = by_all ? warp : 0; row < unit.rows; row += by_all ? kWarps : 1) {
@@ -244,13 +254,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
         __syncthreads();
         if (arrived_last) {
-          combine_parts<State, kWarps>(
+          combine_parts<State, FromOtherBlocks, kWarps>(
               parts, 0, 1, unit.rows, states, [&](int i, int row) { return part_of(i) + row * State::kPitch; },
               [&](int row, const CombinedRow<State>& total) {
                 result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
               });
         }
       }
+    }
+    if constexpr (kCluster) {
+      ptx::cluster_sync();
+      const int parts = schedule.sharing_groups(0, unit.tiles);
+      if (parts > 1) {
+        combine_parts<State, FromCluster, kWarps>(
+            parts, own_group, schedule.groups, unit.rows, states,
+            [&](int i, int row) {
+              return ClusterFloats{ptx::map_shared_rank(exchange, static_cast<u32>(i))} + row * State::kPitch;
+            },
+            [&](int row, const CombinedRow<State>& total) {
+              result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
+            });
+      }
+      ptx::cluster_sync();  // before a block whose memory is read may end
     }
     if (by_all) __syncthreads();
     __syncwarp();
@@ -263,7 +288,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   int stage = 0;
 #pragma unroll 1
   for (int done = -1;; ++done) {
-    const int first_key = (key_lengths.first_tile(unit.keys) + walk.tile) * kTileKeys;
     // Keys that every row sees: from the last query's window to the first query's own place.
     const int common_begin = kLimitLeft ? unit.keys - 1 - left : 0;
     const int common_end = unit.keys - queries + 1;
@@ -272,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       if (position >= 0) {
         ptx::cp_async_wait_group<kStages - 1>();
         __syncwarp();
-        const int key = first_key + position * kTileKeys;
+        const int key = first_key_at(unit.keys, walk.tile + position);
         const bool all_seen = key >= common_begin && key + kTileKeys <= common_end;
         state.attend(ring + stage * Stage::kBytes, key, all_seen, left, rules, exponent_scale, slack);
         __syncwarp();
@@ -286,6 +310,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       walk.advance(schedule, unit.length);
       if (walk.remaining <= 0) break;
     }
+    if (Division::kOne) __syncthreads();
     begin_unit();
   }
 }

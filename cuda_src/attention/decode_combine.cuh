@@ -12,6 +12,7 @@
 #include "common/online_softmax.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/math.cuh"
 
 namespace cki::attention {
@@ -32,17 +33,33 @@ struct StateLayout {
   }
 };
 
-// How parts are read: shared memory, or what other blocks wrote (from L2, where their writes are).
+// How a row of a part is read: from shared memory, from what other blocks wrote (from L2, where their writes are), or
+// from the shared memory of a block of the cluster.
 struct FromShared {
-  template <class T>
-  static __device__ __forceinline__ T read(const float* p) {
-    return *reinterpret_cast<const T*>(p);
-  }
+  static __device__ __forceinline__ float2 numbers(const float* p) { return *reinterpret_cast<const float2*>(p); }
+  static __device__ __forceinline__ float4 values(const float* p) { return *reinterpret_cast<const float4*>(p); }
 };
 struct FromOtherBlocks {
-  template <class T>
-  static __device__ __forceinline__ T read(const float* p) {
-    return __ldcg(reinterpret_cast<const T*>(p));
+  static __device__ __forceinline__ float2 numbers(const float* p) {
+    return __ldcg(reinterpret_cast<const float2*>(p));
+  }
+  static __device__ __forceinline__ float4 values(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
+};
+// A place in the shared memory of a block of the cluster, counted in floats like a pointer.
+struct ClusterFloats {
+  u32 address;
+  __device__ __forceinline__ ClusterFloats operator+(int floats) const {
+    return {address + static_cast<u32>(floats) * 4};
+  }
+};
+struct FromCluster {
+  template <class Place>
+  static __device__ __forceinline__ float2 numbers(Place p) {
+    return make_float2(ptx::load_shared_cluster_f32(p.address), ptx::load_shared_cluster_f32(p.address + 4));
+  }
+  template <class Place>
+  static __device__ __forceinline__ float4 values(Place p) {
+    return ptx::load_shared_cluster_f32x4(p.address);
   }
 };
 
@@ -67,7 +84,7 @@ struct CombinedRow {
     for (int begin = first; begin < parts; begin += kBatch * step) {
       const int own = begin + lane * step;
       float2 numbers = make_float2(negative_infinity(), 0.0f);
-      if (lane < kBatch && own < parts) numbers = From::template read<float2>(row_of(own) + State::kColumns);
+      if (lane < kBatch && own < parts) numbers = From::numbers(row_of(own) + State::kColumns);
       float4 loaded[kBatch][State::kVectors];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -76,7 +93,7 @@ struct CombinedRow {
         for (int j = 0; j < State::kVectors; ++j) {
           loaded[i][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
           if (part < parts && State::column(j) < State::kColumns)
-            loaded[i][j] = From::template read<float4>(row_of(part) + State::column(j));
+            loaded[i][j] = From::values(row_of(part) + State::column(j));
         }
       }
       const float largest = fmaxf(reference, warp_max(numbers.x));
@@ -123,7 +140,7 @@ struct CombinedRow {
 // Where there are fewer rows than warps, several warps share the parts of a row. row_of(part, row): where it lies.
 // finish(row, combined) is called by one warp a row. scratch: shared memory for a row of State a warp; it begins free
 // and ends without a barrier.
-template <class State, int kWarps, class RowOf, class Finish>
+template <class State, class From, int kWarps, class RowOf, class Finish>
 __device__ __forceinline__ void combine_parts(int parts, int first_row, int row_step, int rows, float* scratch,
                                               RowOf row_of, Finish finish) {
   constexpr int kBatch = 16 / State::kVectors;
@@ -136,7 +153,7 @@ __device__ __forceinline__ void combine_parts(int parts, int first_row, int row_
   for (int i = warp - share * at_once; i < count && share < shares; i += at_once) {
     const int row = first_row + i * row_step;
     CombinedRow<State> total;
-    total.template add<FromOtherBlocks, kBatch>(share, shares, parts, [&](int part) { return row_of(part, row); });
+    total.template add<From, kBatch>(share, shares, parts, [&](int part) { return row_of(part, row); });
     if (shares == 1) {
       finish(row, total);
     } else {

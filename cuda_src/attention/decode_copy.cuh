@@ -57,9 +57,17 @@ struct KeySource {
   int block_size;
   int kv_heads;
 
-  // The tile of keys [first, +16) of a sequence, of which those in [begin, end) count. offset: a ragged sequence's first
-  // token. Every lane may ask for another tile.
-  __device__ __forceinline__ TilePlace find(int sequence, int kv_head, int first, int begin, int end,
+  // The table's entry of the tile of keys [first, +16); not looked at before it is needed. reach: keys of the table.
+  __device__ __forceinline__ TableIndex tile_entry(int sequence, int first, int reach) const {
+    if constexpr (kPaging == 0 && kWholeTiles) {
+      if (first < reach) return entry(sequence, column_of(first));
+    }
+    return TableIndex{-1};
+  }
+
+  // That tile, of which the keys in [begin, end) count. offset: a ragged sequence's first token. Every lane may ask for
+  // another tile.
+  __device__ __forceinline__ TilePlace find(TableIndex of_tile, int sequence, int kv_head, int first, int begin, int end,
                                             int offset) const {
     const int first_valid = max(begin - first, 0), end_valid = min(end - first, kTileKeys);
     TilePlace found{-1, first, sequence, kv_head, first_valid < end_valid ? first_valid + end_valid * 32 : 0};
@@ -68,7 +76,7 @@ struct KeySource {
     if constexpr (kPaging == 2) found.block = offset;
     if constexpr (kPaging == 0 && kWholeTiles) {
       found.place = place_of(first);
-      found.block = existing(entry(sequence, column_of(first)));
+      found.block = existing(of_tile);
     }
     return found;
   }

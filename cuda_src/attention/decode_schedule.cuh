@@ -11,7 +11,10 @@
 // sequence several times). They read the same tiles for different heads at about the same time: a token's heads lie
 // side by side, and memory gives whole rows of it faster than pieces at different times.
 //
-// Unsplit (kSplit false: more units than any split could use), a block takes one unit.
+// One sequence is not cut but dealt: group i takes the tiles [(j * groups + i) * warps, +warps), j = 0, 1, ... Which tiles
+// those are does not depend on the length, so their entries of the table are read while the length is awaited.
+//
+// Alone (more units than any split could use, or results that must not depend on the batch), a block takes one unit.
 #pragma once
 
 #include "attention/decode_tile.cuh"
@@ -54,48 +57,82 @@ struct KeyLengths {
   }
 };
 
-// The line. `keys` and `before` (tiles of the sequences before, once) are shared memory; sequence `base` comes first in
-// them.
+enum class Order { kLine, kDealt, kAlone };
+
+// The division. kLine: the tables keys_of and before (tiles of the sequences before, once) are shared memory. In the other
+// orders there is one sequence, `base`.
+template <Order kOrder>
 struct Schedule {
-  int* keys;
+  static constexpr bool kOne = kOrder != Order::kLine;
+  int* keys_of;
   int* before;
   int base;
   int sequences;
   int passes;  // of the line over each sequence
-  int chunk;   // positions of a group
+  int groups;
+  int chunk;  // positions of a group; kDealt: tiles that are dealt at once
+  int one_keys, one_tiles;
 
-  __device__ __forceinline__ int tiles(int sequence) const { return before[sequence + 1] - before[sequence]; }
+  // Sequence numbers are relative to base.
+  __device__ __forceinline__ int keys(int sequence) const { return kOne ? one_keys : keys_of[sequence]; }
+  __device__ __forceinline__ int tiles(int sequence) const {
+    return kOne ? one_tiles : before[sequence + 1] - before[sequence];
+  }
 
-  // Fills the tables for all sequences; all threads of the block call it, and a barrier follows.
+  // Reads the lengths. kLine: all threads of the block call it, and a barrier follows.
   template <int kThreads, class Lengths>
   __device__ __forceinline__ void measure(const Lengths& lengths) {
+    if constexpr (kOne) {
+      one_keys = lengths.keys(base);
+      one_tiles = lengths.tiles(one_keys);
+      return;
+    }
     const int thread = static_cast<int>(threadIdx.x);
     if (sequences <= 32) {
       if (thread < 32) add_up(lengths, thread, thread < sequences ? lengths.keys(base + thread) : 0, 0);
     } else {
-      for (int i = thread; i < sequences; i += kThreads) keys[i] = lengths.keys(base + i);  // all loads at once
+      for (int i = thread; i < sequences; i += kThreads) keys_of[i] = lengths.keys(base + i);  // all loads at once
       __syncthreads();
       if (thread < 32) {
         int sum = 0;
         for (int first = 0; first < sequences; first += 32) {
           const int i = first + thread;
-          sum = add_up(lengths, i, i < sequences ? keys[i] : 0, sum);
+          sum = add_up(lengths, i, i < sequences ? keys_of[i] : 0, sum);
         }
       }
     }
     __syncthreads();
   }
 
-  // Cuts the line for `groups` groups of blocks; none gets less than `least` positions.
-  __device__ __forceinline__ void cut(int groups, int least) {
-    const u32 above = static_cast<u32>(positions() + groups - 1);
-    chunk = max(static_cast<int>(above / static_cast<u32>(groups)), least);  // unsigned: a shorter division
+  // Cuts the line for the groups of blocks; none gets less than `least` positions. kDealt: deals `least` tiles at once.
+  __device__ __forceinline__ void cut(int least) {
+    chunk = least;
+    if constexpr (kOrder == Order::kLine) {
+      const u32 above = static_cast<u32>(positions() + groups - 1);
+      chunk = max(static_cast<int>(above / static_cast<u32>(groups)), least);  // unsigned: a shorter division
+    }
   }
 
-  __device__ __forceinline__ int positions() const { return before[sequences] * passes; }
+  __device__ __forceinline__ int positions() const { return kOne ? one_tiles : before[sequences] * passes; }
+
+  // How many of the positions are a group's, and which tile of a unit it has at a position from its begin on.
+  __device__ __forceinline__ int share(int group) const {
+    if constexpr (kOrder == Order::kAlone) return one_tiles;
+    if constexpr (kOrder == Order::kLine)
+      return static_cast<int>(max(min(static_cast<i64>(positions()) - static_cast<i64>(group) * chunk,
+                                      static_cast<i64>(chunk)), i64{0}));
+    const int round = groups * chunk, rounds = one_tiles / round;
+    return rounds * chunk + max(min(one_tiles - rounds * round - group * chunk, chunk), 0);
+  }
+  template <int kDealtTiles>
+  __device__ __forceinline__ int tile_at(int position, int group) const {
+    if constexpr (kOrder != Order::kDealt) return position;
+    const int round = position / kDealtTiles;
+    return (round * (groups - 1) + group) * kDealtTiles + position;
+  }
 
   __device__ __forceinline__ int sequence_at(int position) const {
-    int low = 0, high = sequences;
+    int low = 0, high = kOne ? 1 : sequences;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (before[middle] * passes <= position) {
@@ -108,16 +145,18 @@ struct Schedule {
   }
 
   __device__ __forceinline__ int unit_begin(int sequence, int pass) const {
-    return before[sequence] * passes + pass * tiles(sequence);
+    return kOne ? 0 : before[sequence] * passes + pass * tiles(sequence);
   }
 
   // The groups that share a unit, and which place for parts group first_group + i of them uses: a group has two, one for
   // the sequence it begins with and one for that it ends with.
-  __device__ __forceinline__ int first_group(int unit_begin) const { return unit_begin / chunk; }
+  __device__ __forceinline__ int first_group(int unit_begin) const { return kOne ? 0 : unit_begin / chunk; }
   __device__ __forceinline__ int sharing_groups(int unit_begin, int tiles) const {
+    if constexpr (kOne) return min(groups, (tiles + chunk - 1) / chunk);
     return (unit_begin + tiles - 1) / chunk - first_group(unit_begin) + 1;
   }
   __device__ __forceinline__ int place(int unit_begin, int i) const {
+    if constexpr (kOne) return i * 2;
     const int group = first_group(unit_begin) + i;
     return group * 2 + (i == 0 && group * chunk < unit_begin ? 1 : 0);
   }
@@ -134,7 +173,7 @@ struct Schedule {
     }
     running += sum;
     if (i < sequences) {
-      keys[i] = count;
+      keys_of[i] = count;
       before[i + 1] = running;
     }
     if (i == 0) before[0] = 0;
@@ -142,26 +181,36 @@ struct Schedule {
   }
 };
 
-// A place on the line that moves on; `remaining` positions are left from it to the end of the walk.
+// A place among a group's positions that moves on; `remaining` of them are left from it on. kDealt: `tile` counts the
+// group's own tiles.
 struct Cursor {
   int sequence;  // relative to the schedule's base
   int pass;
   int tile;  // of the unit
   int remaining;
 
-  // At a position of the line, with at most `most` positions to walk.
-  static __device__ __forceinline__ Cursor at(const Schedule& schedule, int position, int most) {
+  // Where a group begins that has `share` positions.
+  template <Order kOrder>
+  static __device__ __forceinline__ Cursor begin(const Schedule<kOrder>& schedule, int group, int share) {
+    if constexpr (kOrder == Order::kLine) return at(schedule, group * schedule.chunk, share);
+    return {0, 0, 0, share};
+  }
+
+  // At a position of the line, with `remaining` positions to walk.
+  template <Order kOrder>
+  static __device__ __forceinline__ Cursor at(const Schedule<kOrder>& schedule, int position, int remaining) {
     Cursor found;
     found.sequence = schedule.sequence_at(position);
     const int tiles = schedule.tiles(found.sequence);
-    const int within = position - schedule.before[found.sequence] * schedule.passes;
+    const int within = position - schedule.unit_begin(found.sequence, 0);
     found.pass = schedule.passes > 1 ? within / tiles : 0;
     found.tile = within - found.pass * tiles;
-    found.remaining = min(most, schedule.positions() - position);
+    found.remaining = remaining;
     return found;
   }
 
-  __device__ __forceinline__ void advance(const Schedule& schedule, int positions) {
+  template <Order kOrder>
+  __device__ __forceinline__ void advance(const Schedule<kOrder>& schedule, int positions) {
     remaining -= positions;
     tile += positions;
     while (remaining > 0 && tile >= schedule.tiles(sequence)) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -27,20 +28,31 @@ def test_every_shape_fits_in_shared_memory(arch):
         assert chosen.split == (batch <= 1024)
 
 
-def test_two_blocks_an_sm_with_three_stages_for_the_usual_decoder():
+def test_one_block_an_sm_with_three_stages_for_the_usual_decoder():
     for batch in (1, 128):
         chosen = choose_decode(DecodeShape(batch, 4, 8, 128, 128, 2, False, 10**6), sim_device("sm_90a"))
-        assert (chosen.warps, chosen.stages, chosen.min_blocks, chosen.groups, chosen.together) == (4, 3, 2, 33, 8)
+        assert (chosen.warps, chosen.stages, chosen.min_blocks) == (8, 3, 1)
+        assert (chosen.groups, chosen.together, chosen.dealt, chosen.cluster) == (16, 8, batch == 1, False)
+
+
+def test_clusters_merge_one_sequence_where_there_are_any():
+    shape = DecodeShape(1, 4, 8, 128, 128, 2, False, positions=256)
+    for arch in ARCHITECTURES:
+        chosen = choose_decode(shape, sim_device(arch))
+        assert chosen.dealt and chosen.cluster == (arch not in ("sm_80", "sm_89"))
+        assert not chosen.cluster or chosen.groups == 8
+    for other in ({"batch": 2}, {"window": True}, {"positions": 10**5}, {"kv_heads": 1}):
+        assert not choose_decode(dataclasses.replace(shape, **other), sim_device("sm_90a")).cluster
 
 
 def test_no_more_blocks_than_there_can_be_work():
-    chosen = choose_decode(DecodeShape(1, 4, 8, 128, 128, 2, False, positions=20), sim_device("sm_90a"))
-    assert (chosen.groups, chosen.together) == (5, 8)
+    chosen = choose_decode(DecodeShape(1, 4, 8, 128, 128, 2, False, positions=20), sim_device("sm_80"))
+    assert (chosen.groups, chosen.together) == (-(-20 // chosen.warps), 8)
 
 
 @pytest.mark.parametrize(
     ("units", "expected"),
-    [(8, (33, 8)), (1, (264, 1)), (7, (37, 7)), (32, (8, 32)), (400, (13, 20)), (499, (264, 1))],
+    [(8, (33, 8)), (1, (264, 1)), (7, (37, 7)), (32, (8, 32)), (400, (3, 80)), (499, (264, 1))],
 )
 def test_groups_use_the_device(units, expected):
     groups, together = choose_groups(units, 4, 10**6, 264)

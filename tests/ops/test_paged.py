@@ -108,6 +108,22 @@ def test_every_division_of_the_work(device, merge, groups, together):
         assert not device.numpy(counters).any()
 
 
+@pytest.mark.parametrize("merge", ["here", "launch", "cluster"])
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("length", [0, 30, 900])
+def test_one_sequence_is_dealt(device, merge, groups, length):
+    """Groups without work, one group with all of it, several rounds of tiles."""
+    cache, table = paged_cache([length], 16, 2, 16, F16)
+    counters = device.array(np.zeros(3 * 4, np.uint32)) if merge == "here" else None
+    run = configured(
+        counters, groups=groups, together=2, warps=2, stages=2, dealt=True, cluster=merge == "cluster"
+    )
+    sinks = np.ones(4, np.float32)
+    check_paged(device, queries(1, 3, 4, 16, F16), cache, table, [length], run=run, sinks=sinks)
+    if counters is not None:
+        assert not device.numpy(counters).any()
+
+
 def test_skewed_batch(device):
     lengths = [1500, *[20] * 7]
     cache, table = paged_cache(lengths, 16, 1, 16, BF16)

@@ -41,3 +41,20 @@ def test_small_shapes_under_every_check(device, name, dtype, cache_dtype, block_
             check_paged(
                 device, q, cache, table, lengths, run=run, window=(200, 0), sinks=np.ones(4, np.float32)
             )
+
+
+@pytest.mark.parametrize("merge", ["here", "launch", "cluster"])
+def test_one_sequence_under_every_check(device, merge):
+    """Dealt tiles: four rounds of them and a rest, which leaves one group less to do than the others."""
+    lengths = [420]
+    cache, table = paged_cache(lengths, 16, 1, 16, BF16)
+    q = normal((1, 2, 4, 16), BF16, 3)
+    for seed in range(SEEDS if device.kind == "sim" else 1):
+        counters = device.array(np.zeros(8, np.uint32)) if merge == "here" else None
+        groups = 2 + seed % 3
+        run = configured(
+            counters, groups=groups, together=1, warps=2, stages=2, dealt=True, cluster=merge == "cluster"
+        )
+        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
+        with checks if device.kind == "sim" else contextlib.nullcontext():
+            check_paged(device, q, cache, table, lengths, run=run)
