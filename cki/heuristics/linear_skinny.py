@@ -2,7 +2,7 @@
 
 Its time is that of the weight's bytes, if enough of them are under way on every SM all the time.  The model below has
 few constants, each a mechanism, fitted to an H200's times (`bench/results/linear_skinny.csv`, up to 16 rows): for K
-whole or over two blocks it is within 10 %, and the tile that it takes is the best one measured.
+whole or over two blocks it is within 13 %, and the tile that it takes is the best one measured.
 * Memory gives 4.63 TB/s: what cuBLASLt's times grow by with the weight.
 * A block of `linear.cu` takes 0.10 us for a stage (a barrier, one chain of loads and products a warp) and 1 us for
   72 KB of w and x (the threads' own copies); several on an SM together 1 us for 58 KB.  So a block of 64 columns alone

@@ -1,13 +1,11 @@
 // y[M, N] = act(x[M, K] w[K, N] + bias[N]) + residual[M, N] for few rows (M = 1 to 64), bound by reading w; sm_80 and up.
 //
-// Predicted. The time of a product of few rows is that of w's bytes: an H200 reads 4.5 TB/s when about 100 KB of requests
-//          are under way on each of its 132 SMs. Launch, the first bytes' latency and the finish add 2.2 us, the exchange
-//          in a cluster 0.1 for each block. For M <= 16, 16-bit, N x K: 6144x4096 (50 MB) 13.8 us, 4096x4096 (34 MB)
-//          10.1 us, 28672x4096 (235 MB) 54.2 us, 4096x14336 (117 MB) 28.8 us: 0.86, 0.78, 1.02 and 0.96 of the copy rate,
-//          4.26 TB/s. Launches in a row, which overlap, should save 1 us each: 0.92, 0.87, 1.04, 0.99.
-//          (cki/heuristics/linear_skinny.py; not measured yet.)
+// Measured. H200, bf16, one row, N x K: 6144x4096 (50 MB) 14.7 us, 4096x4096 (34 MB) 10.9, 28672x4096 (235 MB) 58.6,
+//          4096x14336 (117 MB) 31.5: 0.81, 0.73, 0.95 and 0.89 of the rate of a copy, 4.22 TB/s. Memory would give 4.63;
+//          but a block takes 0.24 us for a stage of 64 columns, so an SM with one block takes just what memory gives it,
+//          and launch, start and finish add 1.5 to 2 us (cki/heuristics/linear_skinny.py, docs/linear.md).
 // Why this kernel. The generic one cuts y alone: 64 blocks for N = 4096, half of the SMs. Here the sum over K is cut too,
-//          so that every SM has two blocks whatever N is, and x, which every block reads for itself, is read by few
+//          so that every SM has a block whatever N is, and x, which every block reads for itself, is read by few
 //          blocks of many columns instead of many of few.
 //
 // Work.    A cluster of kSplit blocks computes a kBlockM x kBlockN tile of y, each block from its own part of K. In a

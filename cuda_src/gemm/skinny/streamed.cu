@@ -3,9 +3,10 @@
 // f16 or bf16 with fp32 sums: the same function as gemm/skinny/linear.cu, for matrices whose rows TMA can describe.
 //
 // Why beside linear.cu. There every thread issues its share of a stage's copies, and all warps meet at a barrier before
-//          each stage: a block takes 0.10 us for a stage and 1 us for 72 KB, two on an SM 58 KB a microsecond at most (H200,
-//          cki/heuristics/linear_skinny.py). Memory gives each SM 35 KB; but a product that does not occupy all SMs needs
-//          more of those that it has, and each launch must catch up the time of its start. TMA brings 110 KB.
+//          each stage: a block takes 0.10 us for a stage and 1 us for 72 KB, two on an SM 58 KB a microsecond at most
+//          (H200, cki/heuristics/linear_skinny.py). Memory gives each SM 35 KB; but a product that does not occupy all
+//          SMs needs more of those that it has, and each launch must catch up the time of its start. TMA brings 110 KB.
+//          Not measured yet: bench/linear.py --skinny has its tiles.
 //
 // Work.    A cluster of kSplit blocks computes a kBlockM x kBlockN tile of y, each block from its own part of K. With
 //          kSplit = 1 blocks are persistent: block b computes tiles b, b + gridDim, ..., and the copies of the next tile are
@@ -14,17 +15,18 @@
 //          them. The others take whole stages in turn, one warp each, and do not meet inside a tile: a warp's chain of
 //          loads and products overlaps the others', and a stage is free when one warp has read it.
 // Ring.    kStages stages of 64 elements of K: x, kBlockM rows of 128 bytes; w as it is stored, rows of 128 bytes along K
-//          ([N, K]), or slabs of 64 columns with a row of 128 bytes for each k ([K, N]). All are swizzled by 128 bytes, the
-//          permutation that ldmatrix wants (Swizzle::kRows8). TMA fills what lies outside with zeros.
-// Sums.    fp32: warps' parts are added in shared memory beside the ring, then the blocks' through distributed shared memory,
-//          in a fixed order (finish.cuh): the same bits in every run.
+//          ([N, K]), or slabs of 64 columns with a row of 128 bytes for each k ([K, N]). All are swizzled by 128 bytes,
+//          the permutation that ldmatrix wants (Swizzle::kRows8). TMA fills what lies outside with zeros.
+// Sums.    fp32: warps' parts are added in shared memory beside the ring, then the blocks' through distributed shared
+//          memory, in a fixed order (finish.cuh): the same bits in every run.
 // Overlap. kProgrammatic: the launch may begin while the one before it ends. One prefetch for a whole stage brings the ring's
 //          first weights towards L2, which is no read; what the other may have written is read, and y is written, only
 //          behind griddepcontrol_wait.
 //
 // Grid: (kSplit * tiles across, or fewer with kSplit = 1; ceil(M / kBlockM)), clusters of (kSplit, 1).
-// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN (multiples of 16 and 64), kWarps, kStages,
-//   kMinBlocks, kSplit, kProgrammatic, kWeightAlongN, kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
+// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN (multiples of 16 and 64), kWarps,
+//   kStages, kMinBlocks, kSplit, kProgrammatic, kWeightAlongN, kHasBias, kHasResidual, kActivation, kVectorY,
+//   kVectorResidual (1 or 2).
 // Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN along K.
 // Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes, kWarps * kBlockM * (kBlockN + 8) * 4 for the sums, and
 //   kStages * 16.
@@ -49,8 +51,8 @@ using namespace cki;
 constexpr int kConsumers = kWarps * 32;  // threads
 constexpr int kTilesM = kBlockM / 16;    // m16n8 products of a warp
 constexpr int kTilesN = kBlockN / 8;
-constexpr int kStageK = 64;        // elements
-constexpr int kSlabColumns = 64;   // of a weight along N
+constexpr int kStageK = 64;              // elements
+constexpr int kSlabColumns = 64;         // of a weight along N
 constexpr int kSlabBytes = kStageK * gemm::kTileRowBytes;
 constexpr int kBytesX = kBlockM * gemm::kTileRowBytes;
 constexpr int kStageBytes = kBytesX + kBlockN * gemm::kTileRowBytes;
@@ -65,12 +67,13 @@ using Finish = gemm::SkinnyFinish<kBlockM, kBlockN, kWarps, kSplit, kConsumers>;
 using Sums = float[kTilesM][kTilesN][4];
 using Rows = gemm::RowOffset<1>;
 
-constexpr int kParts = kStages * kStageBytes;                                 // where sums lie
-constexpr int kRing = kParts + kWarps * Finish::kPlane * static_cast<int>(sizeof(float));  // and the barriers
+// Where the sums lie in shared memory, and the barriers.
+constexpr int kParts = kStages * kStageBytes;
+constexpr int kRing = kParts + kWarps * Finish::kPlane * static_cast<int>(sizeof(float));
 
 // One thread: starts the copies of a stage.
-__device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap* x_map, const TensorMap* w_map, u64* full,
-                                           int row, int column, int k) {
+__device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap* x_map, const TensorMap* w_map,
+                                           u64* full, int row, int column, int k) {
   ptx::mbarrier_arrive_expect_tx(full, kStageBytes);
   unsigned char* weight = stage + kBytesX;
   if constexpr (kWeightAlongN) {
@@ -86,7 +89,8 @@ __device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap
 __device__ __forceinline__ void prefetch_stage(const TensorMap* w_map, int column, int k) {
   if constexpr (kWeightAlongN) {
 #pragma unroll
-    for (int slab = 0; slab < kBlockN / kSlabColumns; ++slab) ptx::tma_prefetch_2d(w_map, column + slab * kSlabColumns, k);
+    for (int slab = 0; slab < kBlockN / kSlabColumns; ++slab)
+      ptx::tma_prefetch_2d(w_map, column + slab * kSlabColumns, k);
   } else {
     ptx::tma_prefetch_2d(w_map, k, column);
   }
@@ -160,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(kConsumers + 32, kMinBlocks)
       for (int tile = static_cast<int>(blockIdx.x) / kSplit; tile < tiles; tile += step) {
         for (int k = 0; k < k_tiles; ++k) {
           ring.wait_empty();
-          load_stage(smem + ring.stage * kStageBytes, &x_map, &w_map, ring.full + ring.stage, first_row, tile * kBlockN,
-                     (first_k + k) * kStageK);
+          load_stage(smem + ring.stage * kStageBytes, &x_map, &w_map, ring.full + ring.stage, first_row,
+                     tile * kBlockN, (first_k + k) * kStageK);
           ring.advance();
         }
       }
