@@ -133,15 +133,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   int* tables = reinterpret_cast<int*>(states + kWarps * State::kFloats);
   const int sequences = kSplit ? batch : 1;
   Division schedule{tables, tables + sequences, single, sequences, passes, static_cast<int>(gridDim.y)};
-  TableIndex early{};  // kDealt: entry of the lane's first tile
+  TableIndex ahead{};  // the table's entry of the tile that the lane looks for next
   if constexpr (kOrder == Order::kDealt) {
     schedule.cut(least_positions);
-    early = source.tile_entry(0, schedule.template tile_at<kWarps>(warp + lane * kWarps, own_group) * kTileKeys, capacity);
-  } else if constexpr (kPaging == 0) {  // small tables come to L2 while the lengths are awaited
-    const int line = (own_group * together + beside) * (kThreads - 32) + thread - 32;
-    if (thread >= 32 && line < batch * table_lines)  // the first warp reads the lengths
+    ahead = source.tile_entry(0, schedule.template tile_at<kWarps>(warp + lane * kWarps, own_group) * kTileKeys, capacity);
+  }
+  if (warp == kWarps - 1) {
+    // While the lengths are awaited, small tables come to L2, and the queries that would be this block's if all sequences
+    // were equally long.
+    const int line = (own_group * together + beside) * 32 + lane;
+    if (kOrder != Order::kDealt && kPaging == 0 && line < batch * table_lines)
       ptx::prefetch_global_l2(block_table + (line / table_lines) * table_batch +
                               line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
+    constexpr int kLines = (kHeadDim * static_cast<int>(sizeof(Element)) + 127) / 128;  // of a query
+    const int row = lane / kLines + beside % kRowBlocks * kRows, head = row % kGroup + beside / kRowBlocks * kGroup;
+    const int sequence = kSplit ? own_group * batch / static_cast<int>(gridDim.y) : single;
+    if (kQueryPairs && lane / kLines < kRows && row < total_rows)
+      ptx::prefetch_global_l2(q + sequence * q_batch + row / kGroup * q_query + head * q_head +
+                              lane % kLines * (128 / static_cast<int>(sizeof(Element))));
   }
   schedule.template measure<kThreads>(key_lengths);
   if constexpr (kOrder == Order::kLine) schedule.cut(least_positions);
@@ -151,17 +160,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const auto first_key_at = [&](int keys, int tile) {
     return (key_lengths.first_tile(keys) + schedule.template tile_at<kWarps>(tile, own_group)) * kTileKeys;
   };
-  const auto place_of = [&](const Cursor& at, bool is_first) {
+  const auto entry_of = [&](const Cursor& at) {
+    if (at.remaining <= 0) return TableIndex{};
+    const int keys = schedule.keys(at.sequence);
+    return source.tile_entry(schedule.base + at.sequence, first_key_at(keys, at.tile), keys);
+  };
+  const auto place_of = [&](const Cursor& at, TableIndex of_tile) {
     if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0};
     const int keys = schedule.keys(at.sequence), sequence = schedule.base + at.sequence;
-    const int first = first_key_at(keys, at.tile);
-    const TableIndex of_tile =
-        kOrder == Order::kDealt && is_first ? early : source.tile_entry(sequence, first, keys);
-    return source.find(of_tile, sequence, (at.pass * together + beside) / kRowBlocks, first,
+    return source.find(of_tile, sequence, (at.pass * together + beside) / kRowBlocks, first_key_at(keys, at.tile),
                        key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
   };
 
-  // The warp's tiles to fetch, kStages ahead of the products. `found` holds 32 of them, one a lane.
+  // The warp's tiles to fetch, kStages ahead of the products. `found` holds 32 of them, one a lane; the table's entries of
+  // the next 32 are asked for half way.
   Cursor search = walk;
   search.advance(schedule, warp + lane * kWarps);
   TilePlace found;
@@ -171,8 +183,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const auto fetch_tile = [&](int stage) {
     if (fetched < to_fetch) {
       const int holder = fetched % 32;
+      if (holder == 16 || (fetched == 0 && kOrder != Order::kDealt)) ahead = entry_of(search);
       if (holder == 0) {
-        found = place_of(search, fetched == 0);
+        found = place_of(search, ahead);
         search.advance(schedule, 32 * kWarps);
         if constexpr (Source::kLookUpKeys) entry = source.look_up(Source::of_lane(found, 0));
       }

@@ -124,6 +124,15 @@ def test_one_sequence_is_dealt(device, merge, groups, length):
         assert not device.numpy(counters).any()
 
 
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("lengths", [[1300], [1100, 40, 300]])
+def test_more_tiles_than_a_warp_finds_at_once(device, block_size, lengths):
+    cache, table = paged_cache(lengths, block_size, 1, 16, BF16)
+    one = len(lengths) == 1
+    run = configured(None, groups=1 if one else 2, together=1, warps=1, stages=2, dealt=one, cluster=False)
+    check_paged(device, queries(len(lengths), 1, 2, 16, BF16), cache, table, lengths, run=run)
+
+
 def test_skewed_batch(device):
     lengths = [1500, *[20] * 7]
     cache, table = paged_cache(lengths, 16, 1, 16, BF16)
