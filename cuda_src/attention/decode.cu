@@ -280,10 +280,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const int parts = schedule.sharing_groups(0, unit.tiles);
       if (parts > 1) {
         combine_parts<State, FromCluster, kWarps>(
-            parts, own_group, schedule.groups, unit.rows, states,
-            [&](int i, int row) {
-              return ClusterFloats{ptx::map_shared_rank(exchange, static_cast<u32>(i))} + row * State::kPitch;
-            },
+            parts, own_group, schedule.groups, unit.rows, states, ClusterRows<State>{exchange},
             [&](int row, const CombinedRow<State>& total) {
               result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
             });

@@ -52,6 +52,13 @@ struct ClusterFloats {
     return {address + static_cast<u32>(floats) * 4};
   }
 };
+template <class State>
+struct ClusterRows {  // of the states that lie where `state` lies in each block of the cluster
+  const float* state;
+  __device__ __forceinline__ ClusterFloats operator()(int block, int row) const {
+    return ClusterFloats{ptx::map_shared_rank(state, static_cast<u32>(block))} + row * State::kPitch;
+  }
+};
 struct FromCluster {
   template <class Place>
   static __device__ __forceinline__ float2 numbers(Place p) {
