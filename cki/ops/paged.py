@@ -309,13 +309,14 @@ DECODE_ATTENTION = OpSpec(
 
 
 def representative_specs(arch: str) -> list[KernelSpec]:
-    """Kernels that stand for all: types, head dimensions, block sizes, row counts, features, both merges."""
+    """Kernels that stand for all: types, head dimensions, block sizes, row counts, features, every merge."""
     device = sim_device(arch)
     found: dict[KernelSpec, None] = {}
 
     def add(
         dtype: DType, dim: int, *, queries: int = 1, group: int = 4, block_size: int = 16, cache: DType | None = None,
         scale_axes: int = 0, count: bool = False, features: bool = False, batch: int = 8,
+        columns: int = 4096,
     ) -> None:  # fmt: skip
         if cache == dtypes.e4m3 and arch == "sm_80":
             return
@@ -326,13 +327,15 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         options: dict[str, Any] = {"alibi_slopes": per_head, "softcap": 30.0, "left": 100} if features else {}
         plan = plan_paged_attention(
             q, pages, pages, dense("seq_lens", (batch,), dtypes.i32), q, device, sinks=per_head,
-            block_table=dense("block_table", (batch, 4096), dtypes.i32), scales=(scale, scale) if scale_axes else None,
+            block_table=dense("block_table", (batch, columns), dtypes.i32), scales=(scale, scale) if scale_axes else None,
             counters=dense("counters", (counters_needed(q),), dtypes.u32) if count else None, **options,
         )  # fmt: skip
         for step in plan.steps:
             found[step.kernel] = None
 
     add(dtypes.bf16, 128, count=True)
+    add(dtypes.bf16, 128, batch=1)
+    add(dtypes.bf16, 128, batch=1, columns=256)
     add(dtypes.bf16, 128, block_size=1, queries=4)
     add(dtypes.f16, 64, group=8, queries=4, features=True, count=True)
     add(dtypes.bf16, 256, features=True, count=True)
