@@ -327,7 +327,8 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         options: dict[str, Any] = {"alibi_slopes": per_head, "softcap": 30.0, "left": 100} if features else {}
         plan = plan_paged_attention(
             q, pages, pages, dense("seq_lens", (batch,), dtypes.i32), q, device, sinks=per_head,
-            block_table=dense("block_table", (batch, columns), dtypes.i32), scales=(scale, scale) if scale_axes else None,
+            block_table=dense("block_table", (batch, columns), dtypes.i32),
+            scales=(scale, scale) if scale_axes else None,
             counters=dense("counters", (counters_needed(q),), dtypes.u32) if count else None, **options,
         )  # fmt: skip
         for step in plan.steps:
