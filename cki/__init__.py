@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cki.ops.embedding import mean_pool as mean_pool
     from cki.ops.encoder import encoder_layer as encoder_layer
     from cki.ops.encoder import fused_attention as fused_attention
+    from cki.ops.gated_linear import gated_linear as gated_linear
     from cki.ops.held import hold as hold
     from cki.ops.linear import linear as linear
     from cki.ops.merge import merge_states as merge_states
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 _HOME = {
     "Graph": "graph", "capture": "graph", "load": "loader", "TensorMap": "loader",
     "hold": "ops.held",
-    "attention": "ops.attention", "linear": "ops.linear", "layer_norm": "ops.norm", "rms_norm": "ops.norm",
+    "attention": "ops.attention", "linear": "ops.linear", "gated_linear": "ops.gated_linear",
+    "layer_norm": "ops.norm", "rms_norm": "ops.norm",
     "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding", "merge_states": "ops.merge",
     "append_kv": "ops.rope", "apply_rope": "ops.rope",
     "paged_attention": "ops.paged", "decode_attention": "ops.paged", "varlen_attention": "ops.varlen",

@@ -104,6 +104,11 @@ def _activation(op: str) -> list[Mapping[str, Any]]:
     return [{"x": x, "bias": bias, "multiplier": _normal(3, 5, 334)}, {"x": _normal(2, 3, 9000)}]
 
 
+def _gated_linear() -> list[Mapping[str, Any]]:
+    x, w, bias = _normal(0, 300, 520), _normal(1, 520, 400, scale=0.05), _normal(2, 400)
+    return [{"x": x, "w": w, "bias": bias}, {"x": x, "w": w, "activation": "gelu", "layout": "interleaved"}]
+
+
 def _softmax() -> list[Mapping[str, Any]]:
     mask = np.random.default_rng(1).random((5, 333)) < 0.5
     return [{"x": _normal(0, 5, 333), "mask": mask}, {"x": _normal(2, 2, 40001)}]
@@ -139,6 +144,7 @@ _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "rms_norm_long": lambda: _norm("rms_norm", width=40001, rows=2)[:2],
     "attention": _attention,
     "linear": _linear,
+    "gated_linear": _gated_linear,
     "fused_attention": lambda: [_block()],
     "encoder_layer": lambda: [_layer(), _packed_layer()],
     "embed_tokens": lambda: [_embedding()],

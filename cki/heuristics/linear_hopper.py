@@ -51,6 +51,11 @@ class HopperTile:
     programmatic: bool = True
 
     @property
+    def shares_columns(self) -> bool:
+        """Whether the consumers that share a tile have columns of their own, not rows."""
+        return not self.ping_pong and self.block_m == 64
+
+    @property
     def threads(self) -> int:
         """A producer warpgroup and two consumers."""
         return 384
@@ -145,13 +150,22 @@ def choose_hopper_tile(
 
 
 def preferred_hopper_tile(
-    rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False
+    rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False,
+    gated: bool = False,
 ) -> HopperTile | None:  # fmt: skip
     """The tile when the kernel is the better choice for a product of 16-bit elements that asks for none; else None.
 
     Small products are: their few tiles leave most SMs idle, where the generic kernel's smaller ones do not.
+    gated: columns are gates and ups, of which every consumer needs whole 64.
     """
-    tile = choose_hopper_tile(rows, columns, depth, device, activation=activation, residual=residual)
+    among = [
+        tile
+        for tile in TILES
+        if not gated or (tile.split == 1 and not tile.shares_columns and tile.block_n >= 128)
+    ]
+    tile = choose_hopper_tile(
+        rows, columns, depth, device, activation=activation, residual=residual, among=among
+    )
     options = {"activation": activation, "residual": residual}
     return tile if beats_generic([tile], rows, [columns], depth, device, **options) else None
 

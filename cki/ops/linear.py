@@ -279,16 +279,22 @@ def check_vector(problem: Problem, name: str, extent: int, x: Operand) -> None:
         problem.reject(f"{name} has shape {vector.shape}", f"{name} of shape ({extent},)")
 
 
-def _check(problem: Problem) -> None:
+def check_type_and_layout(problem: Problem) -> str:
+    """Note what is wrong with x's type and weight_layout; returns the layout to go on with."""
     x, layout = problem["x"], problem.attribute("weight_layout")
     if x.dtype not in _TYPES:
         problem.reject_type(f"x is {x.dtype}", f"x of {_TYPE_NAMES}")
+    if layout not in ("in_out", "out_in"):
+        problem.reject(f"weight_layout is {layout!r}", 'weight_layout "in_out" or "out_in"')
+        return "in_out"
+    return str(layout)
+
+
+def _check(problem: Problem) -> None:
+    x, layout = problem["x"], check_type_and_layout(problem)
     if problem.attribute("activation") not in ACTIVATIONS:
         known = ", ".join(repr(name) for name in ACTIVATIONS if name) + " or None"
         problem.reject(f"activation is {problem.attribute('activation')!r}", f"activation {known}")
-    if layout not in ("in_out", "out_in"):
-        problem.reject(f"weight_layout is {layout!r}", 'weight_layout "in_out" or "out_in"')
-        layout = "in_out"
     if x.ndim == 0:
         problem.reject("x has no axis to multiply (shape ())", "x of shape [..., K]")
         return

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cki import dtypes
 from cki.device import DeviceInfo
@@ -20,7 +21,6 @@ from cki.heuristics.linear_hopper import (
     beats_generic,
     choose_hopper_tile,
     preferred_hopper_tile,
-    tile_count,
 )
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
@@ -28,11 +28,18 @@ from cki.operand import Operand
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 _ARCH = "sm_90a"
-_PARAMS = "TTTPPPiiiqqqqq"
+_PARAMS = "TTTPPPiiiiiqqqqq"
 #: Rows of a store by TMA: a warp's.
 _STORE_ROWS = 16
 #: Tile numbers are 32-bit, and step past the last by two rounds of blocks.
 _MAX_TILES = 2**31 - 2**20
+
+
+class Gates(NamedTuple):
+    """Columns of w at which gates and ups begin."""
+
+    gate: int
+    up: int
 
 
 def hopper_obstacles(
@@ -62,18 +69,29 @@ def hopper_obstacles(
 
 def preferred(
     x: Operand, w: Operand, residual: Operand | None, y: Operand, device: DeviceInfo, access: WeightAccess,
-    activation: str | None = None,
+    activation: str | None = None, *, gated: bool = False,
 ) -> HopperTile | None:  # fmt: skip
-    """The tile when this kernel can and should compute the product, else None.  access: how w is read."""
+    """The tile when this kernel can and should compute the product, else None.  access: how w is read.
+
+    gated: w has twice y's columns.
+    """
     if y.size == 0 or device.arch != _ARCH:
         return None
     batches = row_batches([t for t in (x, residual, y) if t is not None])
-    if hopper_obstacles(x, w, y.shape[-1], access, batches, device):
+    columns = y.shape[-1] * (2 if gated else 1)
+    if hopper_obstacles(x, w, columns, access, batches, device) or (gated and _halves_obstacles(y, access)):
         return None
     return preferred_hopper_tile(
-        batches[0].rows, y.shape[-1], x.shape[-1], device, activation=activation is not None,
-        residual=residual is not None,
+        batches[0].rows, columns, x.shape[-1], device, activation=activation is not None,
+        residual=residual is not None, gated=gated,
     )  # fmt: skip
+
+
+def _halves_obstacles(y: Operand, access: WeightAccess) -> list[str]:
+    """Why TMA cannot read both halves of a weight's columns, each of y's width."""
+    if access.along_n and y.shape[-1] * y.dtype.itemsize % 16:
+        return [f"w's second half of {y.shape[-1]} columns does not begin at a multiple of 16 bytes"]
+    return []
 
 
 def preferred_for_parts(
@@ -115,13 +133,17 @@ def _tensor_map(tensor: Operand, inner: int, outer: int, stride: int, box: tuple
 
 def plan_linear_hopper(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo,
-    access: WeightAccess, tile: HopperTile, *, activation: str | None = None,
+    access: WeightAccess, tile: HopperTile, *, activation: str | None = None, gates: Gates | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
-    """The launch; none for an empty result.  access: how w is read.  UnsupportedError names every obstacle."""
+    """The launch; none for an empty result.  access: how w is read.  UnsupportedError names every obstacle.
+
+    gates: y is a gated activation of a product with w, which has twice y's columns.
+    """
     if y.size == 0:
         return ()
     batches = row_batches([t for t in (x, residual, y) if t is not None])
-    obstacles = hopper_obstacles(x, w, y.shape[-1], access, batches, device)
+    w_columns = y.shape[-1] * (1 if gates is None else 2)
+    obstacles = hopper_obstacles(x, w, w_columns, access, batches, device)
     if tile.shared_memory > device.shared_memory_per_block:
         obstacles.append(f"tiles {tile} need {tile.shared_memory} bytes of shared memory")
     if tile.split > max(1, -(-x.shape[-1] // STAGE_DEPTH)):
@@ -132,11 +154,16 @@ def plan_linear_hopper(
         obstacles.append(
             f"tiles {tile}: the blocks of a cluster share one tile, whose fp32 sums must fit where stages were"
         )
+    if gates is not None:
+        obstacles += _halves_obstacles(y, access)
+    if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
+        obstacles.append(f"tiles {tile}: a consumer needs gates and ups of whole 64 columns, over all of K")
     if obstacles:
         raise UnsupportedError("linear: the Hopper kernel", obstacles, "the generic kernel")
     (batch,) = batches
     rows, depth, columns = batch.rows, x.shape[-1], y.shape[-1]
-    tiles = tile_count(tile, rows, columns)
+    out_columns = tile.block_n if gates is None else tile.block_n // 2  # of a tile
+    tiles = -(-rows // tile.block_m) * -(-columns // out_columns)
     if tiles > _MAX_TILES:
         raise UnsupportedError(f"linear: {tiles} tiles", [f"{_MAX_TILES} at most"], "the generic kernel")
     x_stride, *residual_strides, y_stride = (strides[2] for strides in batch.strides)
@@ -150,23 +177,26 @@ def plan_linear_hopper(
         x.dtype, tile, bias=None if bias is None else bias.dtype, activation=activation, residual=residual is not None,
         along_n=access.along_n, tma_store=tma_store,
         pair_y=tma_store or pair_access(y, y_step, (y_stride,)),
-        pair_bias=bias is not None and pair_access(bias, bias.strides[0], ()),
+        pair_bias=bias is not None and pair_access(bias, bias.strides[0], () if gates is None else (columns,)),
+        gated=gates is not None,
         pair_residual=residual is not None and pair_access(residual, residual_step, (residual_stride,)),
     )  # fmt: skip
     x_map = _tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.block_m))
     if access.along_n:
-        w_map = _tensor_map(w, columns, depth, access.stride, (64, STAGE_DEPTH))
+        w_map = _tensor_map(w, w_columns, depth, access.stride, (64, STAGE_DEPTH))
     else:
-        w_map = _tensor_map(w, depth, columns, access.stride, (STAGE_DEPTH, tile.block_n // tile.sharers))
+        boxes = tile.sharers if gates is None else max(2, tile.sharers)
+        w_map = _tensor_map(w, depth, w_columns, access.stride, (STAGE_DEPTH, tile.block_n // boxes))
     y_map = _tensor_map(y, columns, rows, y_stride, (64, _STORE_ROWS)) if tma_store else x_map
     arguments: tuple[ArgumentValue, ...] = (
         x_map, w_map, y_map, bias or NullPointer(), residual or NullPointer(), y, rows, columns, depth,
+        *(gates or (0, 0)),
         1 if bias is None else bias.strides[0], residual_stride, residual_step, y_stride, y_step,
     )  # fmt: skip
     if tile.split > 1:  # its blocks have one tile
         blocks = tiles * tile.split
     else:
-        clusters = -(-rows // (tile.block_m * tile.sharers)) * -(-columns // tile.block_n)
+        clusters = -(-rows // (tile.block_m * tile.sharers)) * -(-columns // out_columns)
         blocks = tile.sharers * max(1, min(clusters, device.sm_count // tile.sharers))
     reason = (
         f"{rows} x {depth} by {columns}: wgmma and TMA, tiles of {tile.block_m} x {tile.block_n}, "
@@ -183,7 +213,7 @@ def plan_linear_hopper(
 def hopper_kernel(
     dtype: DType, tile: HopperTile, *, bias: DType | None = None, activation: str | None = None,
     residual: bool = False, along_n: bool = True, tma_store: bool = True, pair_y: bool = True,
-    pair_bias: bool = True, pair_residual: bool = True,
+    pair_bias: bool = True, pair_residual: bool = True, gated: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration."""
     producer, consumer = REGISTER_SHARES
@@ -191,7 +221,7 @@ def hopper_kernel(
         "gemm/hopper/linear.cu", "linear_hopper", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
-        kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kWeightAlongN=along_n,
+        kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated, kWeightAlongN=along_n,
         kTmaStore=tma_store,
         kVectorY=2 if pair_y else 1,
         kVectorBias=2 if bias is not None and pair_bias else 1,
@@ -218,5 +248,7 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(bf16, HopperTile(128, 128, 6, split=4), bias=bf16, activation="gelu", residual=True),
         hopper_kernel(bf16, HopperTile(128, 128, 6, True, sharers=2), bias=bf16, activation="gelu", residual=True),
         hopper_kernel(bf16, HopperTile(128, 256, 4, sharers=2), bias=bf16, residual=True, along_n=False),
+        hopper_kernel(bf16, HopperTile(128, 128, 6, True), activation="silu", gated=True),
+        hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, activation="gelu", along_n=False, gated=True),
         hopper_kernel(f16, HopperTile(64, 128, 8, split=2), bias=f16, residual=True, along_n=False),
     ]  # fmt: skip

@@ -64,7 +64,8 @@ def bias_activation(
     return call(BIAS_ACTIVATION, (x, bias, multiplier), (activation,), (out,), stream)
 
 
-def _check_activation(problem: Problem) -> None:
+def check_activation(problem: Problem) -> None:
+    """Note an activation that there is not."""
     activation = problem.attribute("activation")
     if activation not in ACTIVATIONS:
         names = ", ".join(repr(name) for name in ACTIVATIONS)
@@ -81,7 +82,7 @@ def _check_gated(problem: Problem) -> None:
                 "an even last axis",
             )
         check_vector(problem, "bias", x)
-    _check_activation(problem)
+    check_activation(problem)
     layout = problem.attribute("layout")
     if layout not in LAYOUTS:
         problem.reject(f"layout is {layout!r}", f"layout of {', '.join(map(repr, LAYOUTS))}")
@@ -93,7 +94,7 @@ def _check_bias(problem: Problem) -> None:
     if check_rows(problem, x, MAX_WIDTH):
         check_vector(problem, "bias", x)
     check_like(problem, "multiplier", x)
-    _check_activation(problem)
+    check_activation(problem)
 
 
 def _infer_gated(problem: Problem) -> Mapping[str, OutputSpec]:

@@ -71,3 +71,14 @@ def linear(
 def _float64(x: Array) -> Result:
     result: Result = np.asarray(x).astype(np.float64)
     return result
+
+
+def gated_linear(
+    x: Array, w: Array, bias: Array | None = None, *, activation: str | None = "silu", layout: str = "gate_first",
+    weight_layout: str = "in_out",
+) -> NDArray[np.float64]:  # fmt: skip
+    """activation(gate) * up, where x @ w + bias holds both along its last axis (see `gated_activation`)."""
+    from cki.reference.pointwise import gated_activation  # which takes its activations from here
+
+    both = linear(x, w, bias, weight_layout=weight_layout)
+    return gated_activation(both, activation=activation, layout=layout)

@@ -76,6 +76,22 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(u64* local, u32 cta_rank
       : "memory");
 }
 
+// The same, ordering this thread's memory accesses within its block only. mbarrier_arrive_cluster orders them for the
+// cluster, by a fence that waits for all of them: half a microsecond and more. Enough for a stage that wgmma has read.
+template <int Sm = kTargetSm>
+__device__ __forceinline__ void mbarrier_arrive_cluster_unordered(u64* local, u32 cta_rank) {
+  static_assert(Sm >= 90, "clusters need sm_90");
+  asm volatile(
+      "{\n"
+      "  .reg .b32 remote;\n"
+      "  mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "  mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}"
+      :
+      : "r"(shared_address(local)), "r"(cta_rank)
+      : "memory");
+}
+
 // True once the phase of the given parity is complete, with acquire semantics. May suspend the thread for a
 // system-dependent time before it answers false.
 template <int Sm = kTargetSm>

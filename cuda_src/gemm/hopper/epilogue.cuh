@@ -1,6 +1,7 @@
-// y = act(sum + bias) + residual from wgmma accumulators to global memory, 16 rows x 64 columns of a warp at a time.
+// y = act(sum + bias) + residual from wgmma accumulators to global memory, 16 rows x 64 columns of a warp at a time;
+// gated, y = act(gate + bias) (up + bias), where the second half of a tile's sums are the ups of the first.
 //
-// Rules is a struct of constants: kActivation, kHasBias, kHasResidual, kTmaStore, kVectorY, kVectorBias,
+// Rules is a struct of constants: kActivation, kHasBias, kHasResidual, kGated, kTmaStore, kVectorY, kVectorBias,
 // kVectorResidual. With kTmaStore a warp packs such a slab into one of its two buffers in shared memory (stmatrix,
 // swizzled), and one lane starts a TMA store, which skips rows and columns past the end; the next slab is computed
 // meanwhile. No warp waits for another. TMA writes whole units of 16 bytes, so the planner asks for it only where a row
@@ -106,6 +107,8 @@ struct Result {
   const TensorMap* y_map;
   int rows;
   int columns;
+  int gate_column;  // where the bias begins, and that of the ups
+  int up_column;
 };
 
 // An opaque copy of the lane: else the compiler computes what depends on it before the loop over all tiles, and keeps
@@ -122,6 +125,7 @@ struct SlabInputs {
   static constexpr int kBlocks = kSlabColumns / 8;  // of eight columns, two of them this lane's
 
   Pair<Bias> bias[kBlocks];
+  Pair<Bias> up_bias[Rules::kGated ? kBlocks : 1];
   Pair<Element> added[kBlocks][2];
 
   // How many of the lane's two columns of block j exist. What TMA stores has whole blocks only.
@@ -149,7 +153,12 @@ struct SlabInputs {
       for (int j = 0; j < kBlocks; ++j) {
         const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
         if (there <= 0) continue;
-        bias[j].template load<Rules::kVectorBias>(result.bias + at * result.bias_stride, result.bias_stride, there);
+        const Bias* from = result.bias + (result.gate_column + at) * result.bias_stride;
+        bias[j].template load<Rules::kVectorBias>(from, result.bias_stride, there);
+        if constexpr (Rules::kGated) {
+          from = result.bias + (result.up_column + at) * result.bias_stride;
+          up_bias[j].template load<Rules::kVectorBias>(from, result.bias_stride, there);
+        }
       }
     }
     if constexpr (Rules::kHasResidual) {
@@ -168,8 +177,8 @@ struct SlabInputs {
     }
   }
 
-  // values = act(sums + bias) + residual, for two sums of block j and the upper or lower eight rows.
-  __device__ __forceinline__ void finish(float (&values)[2], int j, int half) const {
+  // values = act(sums + bias) + residual, for two sums of block j and the upper or lower eight rows; gated, times ups.
+  __device__ __forceinline__ void finish(float (&values)[2], float (&ups)[2], int j, int half) const {
     if constexpr (Rules::kHasBias) bias[j].add_to(values);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -179,13 +188,18 @@ struct SlabInputs {
         values[e] = activate<Rules::kActivation>(values[e]);
       }
     }
+    if constexpr (Rules::kGated) {
+      if constexpr (Rules::kHasBias) up_bias[j].add_to(ups);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) values[e] *= ups[e];
+    }
     if constexpr (Rules::kHasResidual) added[j][half].add_to(values);
   }
 };
 
-// One slab: sum[first..] are its accumulators; it begins at (first_row, first_column).
+// One slab: sum[first..] are its accumulators, sum[first_up..] its ups'; it begins at (first_row, first_column).
 template <class Rules, int kCount, class Element, class Bias>
-__device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first,
+__device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first, int first_up,
                                            const SlabInputs<Rules, Element, Bias>& inputs,
                                            const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
                                            int first_column) {
@@ -193,9 +207,13 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
   if (first_row >= result.rows || first_column >= result.columns) return;
   const int lane = opaque_lane();
   const auto finish = [&](int j, int half, float(&values)[2]) {
+    float ups[2] = {};
 #pragma unroll
-    for (int e = 0; e < 2; ++e) values[e] = sum[first + j * 4 + half * 2 + e];
-    inputs.finish(values, j, half);
+    for (int e = 0; e < 2; ++e) {
+      values[e] = sum[first + j * 4 + half * 2 + e];
+      if constexpr (Rules::kGated) ups[e] = sum[first_up + j * 4 + half * 2 + e];
+    }
+    inputs.finish(values, ups, j, half);
   };
   if constexpr (Rules::kTmaStore) {
     unsigned char* buffer = buffers.acquire();
@@ -236,7 +254,7 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
                                            SlabInputs<Rules, Element, Bias> inputs,
                                            const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
                                            int first_column) {
-  constexpr int kAcross = kCount * 2 / kSlabColumns, kSlabs = kRowTiles * kAcross;
+  constexpr int kAcross = kCount * 2 / kSlabColumns / (Rules::kGated ? 2 : 1), kSlabs = kRowTiles * kAcross;
 #pragma unroll
   for (int slab = 0; slab < kSlabs; ++slab) {
     const int next = slab + 1;
@@ -244,8 +262,9 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
     if (next < kSlabs) {
       ahead.load(result, first_row + next / kAcross * 64, first_column + next % kAcross * kSlabColumns);
     }
-    write_slab(sum[slab / kAcross], slab % kAcross * (kSlabColumns / 2), inputs, result, buffers,
-               first_row + slab / kAcross * 64, first_column + slab % kAcross * kSlabColumns);
+    const int first = slab % kAcross * (kSlabColumns / 2), first_up = first + kAcross * (kSlabColumns / 2);
+    write_slab(sum[slab / kAcross], first, first_up, inputs, result, buffers, first_row + slab / kAcross * 64,
+               first_column + slab % kAcross * kSlabColumns);
     inputs = ahead;
   }
 }
@@ -258,7 +277,10 @@ __device__ __forceinline__ void prefetch_inputs(const Result<Element, Bias>& res
   if constexpr (Rules::kHasBias && Rules::kVectorBias == 2) {
     constexpr int kColumns = kLine / static_cast<int>(sizeof(Bias));
     const int column = first_column + lane * kColumns;
-    if (lane * kColumns < kBlockN && column < result.columns) ptx::prefetch_global_l2(result.bias + column);
+    if (lane * kColumns < kBlockN && column < result.columns) {
+      ptx::prefetch_global_l2(result.bias + result.gate_column + column);
+      if constexpr (Rules::kGated) ptx::prefetch_global_l2(result.bias + result.up_column + column);
+    }
   }
   if constexpr (Rules::kHasResidual && Rules::kVectorResidual == 2) {
     constexpr int kLines = kBlockN * static_cast<int>(sizeof(Element)) / kLine;

@@ -15,14 +15,16 @@
 //          their sums meet in distributed shared memory (cluster_sum.cuh). Not persistent: a block has one tile.
 // Sharers. kSharers > 1: the blocks of a cluster compute tiles below each other, and each brings a part of their weight
 //          for all (multicast), which saves traffic from L2. A stage is free when all blocks' consumers have read it.
+// Gated.   kGated: y = act(x w_gate + bias_gate) (x w_up + bias_up), of N columns each, which begin at gate_column and
+//          up_column of w. A tile has as many columns of both, so that a lane holds a gate and its up; no weight moves.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong, kSplit,
-//   kSharers, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kTmaStore, kVectorY,
-//   kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
-// Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kSharers along K; y_map 64 x 16, unused
+//   kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kTmaStore,
+//   kVectorY, kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
+// Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map 64 x 16, unused
 //   without kTmaStore.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
 #include "common/stage_ring.cuh"
@@ -51,6 +53,7 @@ constexpr bool kShareColumns = !kPingPong && kBlockM == 64;  // one wgmma tile h
 constexpr int kGroupRows = kPingPong || kShareColumns ? kBlockM : kBlockM / kConsumers;  // of a consumer
 constexpr int kGroupColumns = kShareColumns ? kBlockN / kConsumers : kBlockN;
 constexpr int kRowTiles = kGroupRows / 64;
+constexpr int kOutN = kGated ? kBlockN / 2 : kBlockN;  // columns of y in a tile
 constexpr int kTilesPerRound = kPingPong ? kConsumers : 1;
 static_assert(kRowTiles >= 1 && kRowTiles * 64 == kGroupRows, "a consumer has whole wgmma tiles");
 static_assert(kRowTiles * kGroupColumns <= 256, "at most 128 accumulators a thread");
@@ -62,9 +65,13 @@ static_assert(kStages >= 2, "a stage is released only when the products of the n
 struct Rules {
   static constexpr gemm::Activation kActivation = static_cast<gemm::Activation>(::kActivation);
   static constexpr bool kHasBias = ::kHasBias, kHasResidual = ::kHasResidual, kTmaStore = ::kTmaStore;
+  static constexpr bool kGated = ::kGated;
   static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = ::kVectorResidual;
 };
 
+static_assert(!kGated || (kSplit == 1 && !kShareColumns && !kHasResidual), "a warp has gates and ups of its columns");
+
+constexpr int kBoxes = kGated && kSharers == 1 ? 2 : kSharers;  // of a stage's weight along K
 using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
 constexpr int kCluster = kSplit * kSharers;  // blocks
 static_assert(kSplit == 1 || kSharers == 1, "blocks of a cluster share a tile or a weight");
@@ -73,10 +80,17 @@ using Ring = StageRing<kStages>;
 using Parts = gemm::ClusterSum<kBlockM, kBlockN, kSplit, 4 * kConsumers>;
 static_assert(kSplit == 1 || Parts::kBytes <= Layout::kOutput, "parts lie where the stages were");
 
+// The cluster's last barrier: parts have been read, barriers arrived at. It orders no memory, which would cost half a
+// microsecond.
+__device__ __forceinline__ void end_cluster() {
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();
+}
+
 // By warps that compute nothing: their share in the consumers' cluster barriers.
 __device__ __forceinline__ void leave_cluster() {
   if constexpr (kSplit > 1) ptx::cluster_sync();
-  if constexpr (kCluster > 1) ptx::cluster_sync();
+  if constexpr (kCluster > 1) end_cluster();
 }
 
 // The warp is done with the ring's stage: all blocks that copy into it may do so again.
@@ -85,7 +99,7 @@ __device__ __forceinline__ void release(Ring& ring) {
     ring.release();
   } else {
     const u32 lane = threadIdx.x % 32;
-    if (lane < kSharers) ptx::mbarrier_arrive_cluster(ring.empty + ring.stage, lane);
+    if (lane < kSharers) ptx::mbarrier_arrive_cluster_unordered(ring.empty + ring.stage, lane);
     ring.advance();
   }
 }
@@ -100,14 +114,14 @@ __device__ __forceinline__ void skip_stages(Ring& ring, int count) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                   const __grid_constant__ TensorMap y_map, const Bias* bias, const Element* residual, Element* y,
-                  int rows, int columns, int depth, i64 bias_stride, i64 residual_stride, i64 residual_column_stride,
-                  i64 y_stride, i64 y_column_stride) {
+                  int rows, int columns, int depth, int gate_column, int up_column, i64 bias_stride,
+                  i64 residual_stride, i64 residual_column_stride, i64 y_stride, i64 y_column_stride) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   // With sharers, of clusters' tiles: kSharers tiles below each other.
   const int tiles_m = (rows + kSharers * kBlockM - 1) / (kSharers * kBlockM);
-  const int tiles_n = (columns + kBlockN - 1) / kBlockN;
+  const int tiles_n = (columns + kOutN - 1) / kOutN;
   const int tiles = tiles_m * tiles_n, all_k_tiles = (depth + gemm::kStageDepth - 1) / gemm::kStageDepth;
   const int block = static_cast<int>(blockIdx.x) / kCluster, blocks = static_cast<int>(gridDim.x) / kCluster;
   const int rank = static_cast<int>(blockIdx.x) % kCluster;  // which part of K, or which of the tiles below each other
@@ -133,42 +147,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       bias,   kVectorBias == 2 ? 1 : bias_stride,
       {residual, {residual_stride}, kVectorResidual == 2 ? 1 : residual_column_stride},
       {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride},
-      &y_map, rows, columns};
+      &y_map, rows, columns, gate_column, up_column};
+  const auto weight_columns = [&](const gemm::TileIndex& tile) {
+    return gemm::TileColumns{gate_column + tile.n * kOutN, up_column + tile.n * kOutN, kGated ? kOutN : kBlockN};
+  };
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x >= 32) {
+      // The second warp: the consumers' first tiles find an empty ring, and have nothing else to hide their loads.
+      if (threadIdx.x < 64) {
+        ptx::griddepcontrol_wait();
+        for (int number = block; number < min(tiles, block + kTilesPerRound * blocks); number += blocks) {
+          const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+          const int row = (tile.m * kSharers + m_part) * kBlockM;
+          gemm::prefetch_inputs<Rules, kBlockM, kOutN>(result, row, tile.n * kOutN);
+        }
+      }
       leave_cluster();
       return;
     }
-    const bool issues = ptx::elect_one();
-    if (issues) {  // the first weights towards L2: no read, so it need not wait for the launch before
-      const gemm::TileIndex tile = gemm::tile_of_block(block, tiles_m, tiles_n);
+    const bool elected = ptx::elect_one();
+    // The others of the warp may go, or must meet it at the cluster's end. Alone, its loop is uniform for the compiler.
+    if (kCluster == 1 && !elected) return;
+    if (elected) {
+      const auto stage_depth = [&](int k) { return (first_k + k) * gemm::kStageDepth; };
+      // The first weights towards L2: no read, so it need not wait for the launch before.
+      const gemm::TileColumns first = weight_columns(gemm::tile_of_block(block, tiles_m, tiles_n));
       for (int k = 0; k < min(k_tiles, kStages); ++k) {
-        gemm::prefetch_weight<Layout, kWeightAlongN, kSharers>(&w_map, tile.n * kBlockN,
-                                                               (first_k + k) * gemm::kStageDepth, m_part);
+        gemm::prefetch_weight<Layout, kWeightAlongN, kSharers, kBoxes>(&w_map, first, stage_depth(k), m_part);
       }
-    }
-    ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
-    for (int number = block; number < tiles; number += blocks) {
-      const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-      const int row = (tile.m * kSharers + m_part) * kBlockM, column = tile.n * kBlockN;
-      for (int k = 0; k < k_tiles; ++k) {
-        if (issues) {
+      ptx::griddepcontrol_wait();
+      ptx::griddepcontrol_launch_dependents();
+      for (int number = block; number < tiles; number += blocks) {
+        const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+        const int row = (tile.m * kSharers + m_part) * kBlockM;
+        const gemm::TileColumns from = weight_columns(tile);
+        for (int k = 0; k < k_tiles; ++k) {
           ring.wait_empty();
-          gemm::load_stage<Layout, kWeightAlongN, kSharers>(smem + ring.stage * Layout::kStageBytes, &x_map, &w_map,
-                                                            ring.full + ring.stage, row, column,
-                                                            (first_k + k) * gemm::kStageDepth, m_part);
-        }
-        ring.advance();
-        if (k == min(kStages, k_tiles) - 1) {  // a full ring on its way
-          __syncwarp();
-          gemm::prefetch_inputs<Rules, kBlockM, kBlockN>(result, row, column);
+          gemm::load_stage<Layout, kWeightAlongN, kSharers, kBoxes>(smem + ring.stage * Layout::kStageBytes, &x_map,
+                                                                    &w_map, ring.full + ring.stage, row, from,
+                                                                    stage_depth(k), m_part);
+          ring.advance();
         }
       }
     }
-    __syncwarp();
+    if constexpr (kCluster > 1) __syncwarp();
     leave_cluster();
     return;
   }
@@ -197,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       break;
     }
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-    const int tile_row = (tile.m * kSharers + m_part) * kBlockM, tile_column = tile.n * kBlockN;
+    const int tile_row = (tile.m * kSharers + m_part) * kBlockM, tile_column = tile.n * kOutN;
     // Of the tile, what this warp finishes begins here; with K split, its first unit does.
     const int unit = rank * Parts::kOwnUnits + consumer * 4 + warp;
     const int first_row = tile_row + (kSplit > 1 ? Parts::row_of(unit) : group_row + warp * 16);
@@ -238,11 +262,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (at != unit) inputs.load(result, row, column);
         float total[Parts::kSums];
         parts.add(total, at);
-        gemm::write_slab(total, 0, inputs, result, buffers, row, column);
+        gemm::write_slab(total, 0, 0, inputs, result, buffers, row, column);
       }
     }
   }
   if constexpr (kTmaStore) buffers.drain();
   turns.finish();
-  if constexpr (kCluster > 1) ptx::cluster_sync();  // parts have been read, barriers arrived at: blocks may go
+  if constexpr (kCluster > 1) end_cluster();
 }

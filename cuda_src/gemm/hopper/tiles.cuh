@@ -34,47 +34,50 @@ struct HopperLayout {
   static_assert(kBlockN % kSlabColumns == 0 && kBlockN <= 256, "whole slabs, and one wgmma across");
 };
 
-// One thread: starts the copies of a stage, which complete on `full`. row, column, k: where the tile begins.
+// The weight's columns in a tile: `width` of them from `first` on, and as many from `second` on.
+struct TileColumns {
+  int first, second, width;
+  __device__ __forceinline__ int operator()(int at) const { return at < width ? first + at : second + (at - width); }
+};
+
+// Calls copy(offset, c0, c1) for each box of a tile's weight that block `rank` of kSharers brings: where it goes, from
+// where. Along N a box has 64 columns, along K one of kBoxes equal parts of them.
+template <class Layout, bool kWeightAlongN, int kSharers, int kBoxes, class Copy>
+__device__ __forceinline__ void for_each_weight_box(const TileColumns& columns, int k, int rank, const Copy& copy) {
+  constexpr int kAll = Layout::kBytesW / kSpan, kWidth = kWeightAlongN ? kSlabColumns : kAll / kBoxes;
+  constexpr int kOwn = kAll / kWidth / kSharers;
+  static_assert(kOwn * kSharers * kWidth == kAll, "blocks share out whole boxes");
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = (rank * kOwn + i) * kWidth;
+    copy(at * kSpan, kWeightAlongN ? columns(at) : k, kWeightAlongN ? k : columns(at));
+  }
+}
+
+// One thread: starts the copies of a stage, which complete on `full`. row, columns, k: where the tile begins.
 //
 // kSharers blocks of a cluster have tiles of the same columns: each copies one of kSharers parts of the weight, of rank
 // `rank`, into the shared memory of all, where it completes on their barriers too.
-template <class Layout, bool kWeightAlongN, int kSharers>
+template <class Layout, bool kWeightAlongN, int kSharers, int kBoxes>
 __device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap* x_map, const TensorMap* w_map,
-                                           u64* full, int row, int column, int k, int rank) {
+                                           u64* full, int row, const TileColumns& columns, int k, int rank) {
   ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
   ptx::tma_load_2d(stage, x_map, full, k, row);
   unsigned char* weight = stage + Layout::kBytesX;
-  const auto load = [&](int offset, int c0, int c1) {
+  for_each_weight_box<Layout, kWeightAlongN, kSharers, kBoxes>(columns, k, rank, [&](int offset, int c0, int c1) {
     if constexpr (kSharers == 1) {
       ptx::tma_load_2d(weight + offset, w_map, full, c0, c1);
     } else {
       ptx::tma_load_multicast_2d(weight + offset, w_map, full, c0, c1, static_cast<u16>((1 << kSharers) - 1));
     }
-  };
-  if constexpr (kWeightAlongN) {
-    constexpr int kSlabBytes = kStageDepth * kSpan, kSlabs = Layout::kBytesW / kSlabBytes / kSharers;
-    static_assert(kSlabs * kSharers * kSlabBytes == Layout::kBytesW, "blocks share out whole slabs");
-#pragma unroll
-    for (int i = 0; i < kSlabs; ++i) {
-      const int slab = rank * kSlabs + i;
-      load(slab * kSlabBytes, column + slab * kSlabColumns, k);
-    }
-  } else {
-    constexpr int kRows = Layout::kBytesW / kSpan / kSharers;
-    load(rank * kRows * kSpan, k, column + rank * kRows);
-  }
+  });
 }
 
 // One thread: this block's part of a stage's weight on its way to L2.
-template <class Layout, bool kWeightAlongN, int kSharers>
-__device__ __forceinline__ void prefetch_weight(const TensorMap* w_map, int column, int k, int rank) {
-  constexpr int kColumns = Layout::kBytesW / kSpan / kSharers;
-  if constexpr (kWeightAlongN) {
-#pragma unroll
-    for (int at = 0; at < kColumns; at += kSlabColumns) ptx::tma_prefetch_2d(w_map, column + rank * kColumns + at, k);
-  } else {
-    ptx::tma_prefetch_2d(w_map, k, column + rank * kColumns);
-  }
+template <class Layout, bool kWeightAlongN, int kSharers, int kBoxes>
+__device__ __forceinline__ void prefetch_weight(const TensorMap* w_map, const TileColumns& columns, int k, int rank) {
+  for_each_weight_box<Layout, kWeightAlongN, kSharers, kBoxes>(
+      columns, k, rank, [&](int, int c0, int c1) { ptx::tma_prefetch_2d(w_map, c0, c1); });
 }
 
 // Starts sum[i] (+)= rows [64 i, +64) of x times the weight, over one stage. `accumulate`: false overwrites sum.

@@ -33,6 +33,11 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(u64* local, u32 cta_rank
   cki_sim_mbarrier_arrive_cluster(local, cta_rank);
 }
 
+// Here it orders as much as the other.
+__device__ __forceinline__ void mbarrier_arrive_cluster_unordered(u64* local, u32 cta_rank) {
+  cki_sim_mbarrier_arrive_cluster(local, cta_rank);
+}
+
 __device__ __forceinline__ bool mbarrier_try_wait_parity(u64* barrier, u32 parity) {
   return cki_sim_mbarrier_try_wait_parity(barrier, parity) != 0;
 }

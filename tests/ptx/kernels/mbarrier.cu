@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(64) phases(u32* out, int rounds) {
     out[4] = ptx::mbarrier_test_wait_parity(&probe, 1);   // the second phase is open
     ptx::mbarrier_expect_tx(&probe, 0);
     ptx::mbarrier_arrive_cluster(&probe, 0);              // the own block, by its rank
-    ptx::mbarrier_arrive(&probe);
+    ptx::mbarrier_arrive_cluster_unordered(&probe, 0);
     out[5] = ptx::mbarrier_test_wait_parity(&probe, 1);
     ptx::mbarrier_invalidate(&probe);
     ptx::mbarrier_init(&probe, 1);
