@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -60,8 +61,6 @@ def test_commit_may_be_given(tools, monkeypatch):
 
 def test_host_time_is_in_microseconds(tools):
     common, _, _ = tools
-    import time
-
     timing = common.host_time(lambda: time.sleep(0.001), calls=2, repeats=3, synchronize=lambda: None)
     assert 1000 <= timing.p10_us <= timing.median_us <= timing.p90_us < 100_000
 
@@ -88,11 +87,56 @@ def test_runner_names_unknown_families(tools, capsys):
     assert "no benchmark named no_such_family" in capsys.readouterr().err
 
 
+GUARD = '\nif __name__ == "__main__":\n    '
+
+
 def test_runner_reports_failures(tools, tmp_path, capfd):
     _, _, run = tools
-    (tmp_path / "bad.py").write_text("raise SystemExit(3)")
-    (tmp_path / "good.py").write_text("import os; print('to', os.environ['BENCH_OUT'])")
+    (tmp_path / "bad.py").write_text(GUARD + "raise SystemExit(3)")
+    (tmp_path / "good.py").write_text("import os" + GUARD + "print('to', os.environ['BENCH_OUT'])")
+    (tmp_path / "module.py").write_text("SHARED = 1")
     assert run.families(tmp_path) == ["bad", "good"]
-    assert not run.run_family("bad", tmp_path, tmp_path)
-    assert run.run_family("good", tmp_path, tmp_path)
-    assert f"to {tmp_path}" in capfd.readouterr().out
+    outcomes = [run.run_family(family, tmp_path, tmp_path) for family in ("bad", "good")]
+    assert [outcome.ending for outcome in outcomes] == ["failed (3)", "done"]
+    assert run.report(outcomes, []) == 1
+    assert run.report(outcomes[1:], []) == 0
+    out, err = capfd.readouterr()
+    assert f"to {tmp_path}" in out and "1 of 2 done" in out
+    assert "failed: bad" in err
+
+
+def test_runner_stops_what_takes_too_long(tools, tmp_path):
+    """It may still write what it has; what it started ends with it."""
+    _, _, run = tools
+    (tmp_path / "slow.py").write_text(
+        "import os, subprocess, sys, time\nfrom pathlib import Path"
+        + GUARD
+        + "out = Path(os.environ['BENCH_OUT'])\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "    try:\n        time.sleep(60)\n"
+        "    finally:\n        (out / 'written').write_text(str(child.pid))\n"
+    )
+    outcome = run.run_family("slow", tmp_path, tmp_path, limit_s=2.0)
+    assert outcome.ending == "stopped after 2 s" and not outcome.is_done
+    assert outcome.seconds < 20
+    assert _ends((tmp_path / "written").read_text(), seconds=10)
+
+
+def _ends(pid, seconds):
+    """Whether a process that was killed is gone, or dead and not yet waited for, within that time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if "Z (zombie)" in (Path("/proc") / pid / "status").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_every_benchmark_is_found_and_no_module_is_one(tools):
+    _, _, run = tools
+    found = set(run.families())
+    assert {"attention", "attention_micro", "bert_large", "encoder", "norms"} <= found
+    assert not {"bert_model", "peers", "peers_torch", "linear_hopper", "run", "plot", "common"} & found

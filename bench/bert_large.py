@@ -1,0 +1,252 @@
+"""BERT-large from token ids to the last hidden state: `cki.Encoder` against PyTorch and TensorFlow, timed in turn.
+
+    python bench/bert_large.py                                  # 4 x 128 to 4 x 4096, both norm orders, and packed
+    python bench/bert_large.py --batch 4 --seq-len 2048 --iters 50
+    python bench/bert_large.py --packed --batch 64              # random lengths 32..512 against padded torch
+    python bench/bert_large.py --without compile --without tf   # torch.compile takes a minute or two a problem
+    python bench/bert_large.py --plan                           # launches of a layer and what they should take; no GPU
+
+fp16, the same random weights for all: CKI takes them as a state dict, prepared and captured as a graph; torch SDPA and
+torch.compile max-autotune are replayed from CUDA graphs; tf.function and TF XLA where TensorFlow with a GPU imports.
+compile, tf and xla run in processes of their own, each with a time limit for its preparation (--limit).
+
+Before timing, every output is compared with torch's in float32: ours may have twice the largest error of torch SDPA,
+plus 1e-5 of the largest value, or the program ends; another baseline with four times that error is left out.  A time is
+that of a warm forward pass, from 5 ms of them; all take turns, one time a round, and with them an fp16 product of
+8192^3, the yardstick of the model's FLOP/s.  The weights alone exceed the L2 cache ten times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import bert_model
+import bert_tables
+import common
+import numpy as np
+import peers
+import peers_torch
+from bert_model import Array, Model, Problem
+from bert_tables import Measured
+
+import cki
+
+SEQ_LENS = (128, 512, 1024, 2048, 4096)
+PACKED_BATCH = 64
+
+
+class Peer(NamedTuple):
+    """A baseline in a process of its own.  is_packed: also measured on padded batches of other lengths."""
+
+    name: str
+    factory: str
+    is_packed: bool
+
+
+#: By what --without calls them.
+PEERS = {
+    "compile": Peer("torch.compile", "peers_torch:Compiled", True),
+    "tf": Peer("tf.function", "peers_tensorflow:tf_function", False),
+    "xla": Peer("TF XLA", "peers_tensorflow:tf_xla", False),
+}
+SDPA, CKI, GEMM = "torch SDPA", "cki", "GEMM"
+
+
+class Cki:
+    """`cki.Encoder` on torch tensors, prepared and captured."""
+
+    def __init__(self, model: Model, device: str) -> None:
+        import torch
+
+        self._model, self._device = model, device
+        self._weights = {
+            name: torch.from_numpy(value).to(device) for name, value in bert_model.state_dict(model).items()
+        }
+        self._encoder: tuple[bool, cki.Encoder] | None = None  # the norm order, and its encoder
+        self._graph: Any = None
+        self._timer: peers_torch.Timer
+
+    @property
+    def launches(self) -> int:
+        """Kernels of a forward pass."""
+        return int(self._graph.num_kernels)
+
+    def prepare(self, problem: Problem) -> Array:
+        import torch
+
+        if self._graph is not None:
+            self._graph.close()
+        if self._encoder is None or self._encoder[0] != problem.pre_ln:
+            self._encoder = None
+            weights = {  # a last norm is the pre-LN order's alone
+                name: weight
+                for name, weight in self._weights.items()
+                if problem.pre_ln or not name.startswith("LayerNorm")
+            }
+            self._encoder = problem.pre_ln, cki.Encoder.from_weights(
+                weights, num_heads=self._model.heads, pre_ln=problem.pre_ln, epsilon=bert_model.EPSILON
+            ).prepare()  # fmt: skip
+        encoder = self._encoder[1]
+        ids, _ = peers_torch.inputs(self._model, problem, self._device)
+        options: dict[str, Any] = {}
+        if problem.lengths:
+            ids = ids[torch.from_numpy(bert_model.kept_tokens(problem)).to(self._device)]
+            offsets = torch.from_numpy(bert_model.offsets(problem)).to(self._device)
+            options = {"cu_seqlens": offsets, "max_seqlen": problem.seq}
+        self._graph = cki.capture(encoder, ids, **options)
+        self._timer = peers_torch.Timer(self._graph.replay, self._device)
+        output: Array = self._graph.outputs.float().cpu().numpy().reshape(problem.tokens, -1)
+        return output
+
+    def elapsed_us(self) -> float:
+        return self._timer.elapsed_us()
+
+
+def in_turn(
+    implementations: Mapping[str, peers.Implementation], rounds: int, drop: Callable[[str, str], None]
+) -> dict[str, common.Timing]:
+    """Times of one warm pass each a round.  drop(name, why): told of a baseline that ends on the way."""
+    samples: dict[str, list[float]] = {name: [] for name in implementations}
+    for number in range(rounds + 2):
+        for name in list(samples):
+            try:
+                implementations[name].elapsed_us()
+                elapsed = implementations[name].elapsed_us()
+            except peers.PeerError as error:
+                del samples[name]
+                drop(name, str(error))
+                continue
+            if number >= 2:  # two rounds warm up
+                samples[name].append(elapsed)
+    return {name: common.summary(values) for name, values in samples.items()}
+
+
+class Bench:
+    """All implementations of one model; measures one problem after the other.  A context manager: it ends processes.
+
+    without: baselines to leave out, of PEERS.  limit_s: see `peers.PeerProcess`.  device: "cuda", or "cpu" for tests.
+    """
+
+    def __init__(
+        self, model: Model, *, without: Sequence[str] = (), limit_s: float = 240.0, device: str = "cuda"
+    ) -> None:
+        self._model, self._device = model, device
+        self._cki, self._sdpa = Cki(model, device), peers_torch.Sdpa(model, device)
+        self._gemm = peers_torch.Gemm(model, device)
+        self._peers = {
+            peer.name: peers.PeerProcess(peer.factory, model, device, limit_s)
+            for key, peer in PEERS.items()
+            if key not in without
+        }
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    def measure(self, problem: Problem, rounds: int) -> Measured:
+        """Checks and times all.  Raises SystemExit when CKI's output is wrong."""
+        print(f"{problem}: preparing", flush=True)
+        truth = peers_torch.truth(self._model, problem, self._device)
+        scale = float(np.abs(truth).max())
+
+        def error_of(output: Array) -> float:
+            """Largest, of the largest value; NaN where there is one."""
+            return float(np.abs(output - truth).max()) / scale
+
+        self._gemm.prepare(problem)
+        errors = {
+            SDPA: error_of(self._sdpa.prepare(problem)),
+            CKI: error_of(self._cki.prepare(problem)),
+        }
+        if not errors[CKI] <= 2 * errors[SDPA] + 1e-5:
+            raise SystemExit(f"{problem}: CKI's error is {errors[CKI]:.2e}, torch's {errors[SDPA]:.2e}")
+        running: dict[str, peers.Implementation] = {SDPA: self._sdpa}
+
+        def drop(name: str, why: str) -> None:
+            print(f"  {name} left out: {why}", flush=True)
+
+        packed_names = {peer.name for peer in PEERS.values() if peer.is_packed}
+        for name, peer in self._peers.items():
+            if problem.lengths and name not in packed_names:
+                continue
+            try:
+                errors[name] = error_of(peer.prepare(problem))
+            except peers.PeerError as error:
+                drop(name, str(error))
+                continue
+            if errors[name] <= 4 * errors[SDPA] + 1e-5:
+                running[name] = peer
+            else:
+                drop(name, f"its error is {errors[name]:.2e}, torch SDPA's {errors[SDPA]:.2e}")
+        timings = in_turn({**running, CKI: self._cki, GEMM: self._gemm}, rounds, drop)
+        gemm_rate = self._gemm.flops / timings.pop(GEMM).median_us / 1e6
+        flops = bert_model.flops(self._model, problem)
+        return Measured(problem, timings, errors, gemm_rate, flops, self._cki.launches)
+
+
+def problems_of(arguments: argparse.Namespace) -> list[Problem]:
+    """What was asked for; without --packed, --batch and --seq-len, everything."""
+    orders = [order == "pre" for order in arguments.order or ("pre", "post")]
+    problems = []
+    if not arguments.packed:
+        problems += [
+            Problem(arguments.batch or 4, seq, pre_ln)
+            for pre_ln in orders
+            for seq in arguments.seq_len or SEQ_LENS
+        ]
+    if arguments.packed or not (arguments.batch or arguments.seq_len):
+        batch = arguments.batch or PACKED_BATCH
+        problems += [bert_model.packed_problem(batch, pre_ln) for pre_ln in orders]
+    return problems
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints the tables and writes bert_large.csv."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, help=f"sequences; default 4, packed {PACKED_BATCH}")
+    parser.add_argument(
+        "--seq-len", type=int, nargs="+", help=f"default {' '.join(map(str, SEQ_LENS))}; not for --packed"
+    )
+    parser.add_argument("--order", choices=("pre", "post"), action="append", help="of norms; default both")
+    parser.add_argument("--packed", action="store_true", help="only batches of random lengths 32..512")
+    parser.add_argument("--iters", type=int, default=30, help="timed passes of each implementation")
+    parser.add_argument(
+        "--without", choices=sorted(PEERS), action="append", default=[], help="leave a baseline out"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="seconds for a baseline to prepare a problem"
+    )
+    parser.add_argument("--plan", action="store_true", help="print the launches of a layer; measures nothing")
+    arguments = parser.parse_args(argv)
+    if arguments.packed and arguments.seq_len:
+        parser.error("--packed draws its lengths: no --seq-len")
+    if min([arguments.iters, arguments.batch or 1, *(arguments.seq_len or ())]) < 1:
+        parser.error("--iters, --batch and --seq-len are 1 or more")
+    if arguments.plan:
+        import bert_plan
+
+        for seq in arguments.seq_len or SEQ_LENS:
+            print(bert_plan.table(bert_model.BERT_LARGE, Problem(arguments.batch or 4, seq, True)))
+        return
+    common.require_gpu()
+    problems = problems_of(arguments)
+    longest = max(problem.seq for problem in problems)
+    model = bert_model.BERT_LARGE._replace(positions=max(bert_model.BERT_LARGE.positions, longest))
+    measured: list[Measured] = []
+    with Bench(model, without=arguments.without, limit_s=arguments.limit) as bench:
+        with contextlib.ExitStack() as written:  # what was measured, also when something fails later
+            written.callback(lambda: bert_tables.report(measured))
+            for problem in problems:
+                measured.append(bench.measure(problem, arguments.iters))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""A baseline in a process of its own, which is asked for one time after the other.
+
+So a framework that cannot be imported, brings other CUDA libraries, runs out of memory or compiles for minutes costs
+that baseline alone: the process is ended at a time limit, and a later problem begins a new one.  Processes wait for
+their turn without work on the GPU, so that all implementations of a run are timed in turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from bert_model import Array, Model, Problem
+
+
+class Implementation(Protocol):
+    """One way to compute the encoder."""
+
+    def prepare(self, problem: Problem) -> Array:
+        """Makes all that a timed run needs.  Returns the last hidden state of the tokens that count,
+        float32 [tokens, hidden], from such a run."""
+        ...
+
+    def elapsed_us(self) -> float:
+        """Microseconds of one forward pass, prepared and warm."""
+        ...
+
+
+class PeerError(Exception):
+    """A baseline that could not be measured, and why."""
+
+
+class PeerProcess:
+    """The `Implementation` that `factory(model, device)` makes, elsewhere.
+
+    factory: "module:name".  limit_s: seconds that `prepare` may take, imports and compilation included; a timed run may
+    take 60.  Both raise PeerError.
+    """
+
+    def __init__(self, factory: str, model: Model, device: str, limit_s: float) -> None:
+        self._arguments = (factory, model, device)
+        self._limit_s = limit_s
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self._absent = ""  # why there is no use in another try
+
+    def prepare(self, problem: Problem) -> Array:
+        if self._absent:
+            raise PeerError(self._absent)
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs, *self._arguments))
+            self._process.start()
+            theirs.close()
+        output: Array = self._ask(problem, self._limit_s)
+        return output
+
+    def elapsed_us(self) -> float:
+        return float(self._ask(None, 60.0))
+
+    def close(self) -> None:
+        """Ends the process.  Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self, problem: Problem | None, limit_s: float) -> Any:
+        if self._connection is None:
+            raise PeerError("not prepared")
+        try:
+            self._connection.send(problem)
+            if not self._connection.poll(limit_s):
+                self.close()
+                raise PeerError(f"not done within {limit_s:.0f} s")
+            kind, answer = self._connection.recv()
+        except (EOFError, OSError):
+            self.close()
+            raise PeerError("its process died") from None
+        if kind == "done":
+            return answer
+        self.close()
+        if kind == "absent":
+            self._absent = answer
+        raise PeerError(answer)
+
+
+def _serve(connection: Connection, factory: str, model: Model, device: str) -> None:
+    """The process: an answer ("done", value), ("failed", why) or ("absent", why) to each problem, or to None, which
+    asks for a time."""
+    module, name = factory.split(":")
+    implementation: Implementation | None = None
+    while True:
+        try:
+            problem = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if implementation is None:
+                implementation = getattr(importlib.import_module(module), name)(model, device)
+            answer: Any = implementation.elapsed_us() if problem is None else implementation.prepare(problem)
+            connection.send(("done", answer))
+        except ImportError as error:
+            connection.send(("absent", _line(error)))
+        except (
+            Exception
+        ) as error:  # whatever a framework raises: the baseline is left out, and the reason shown
+            connection.send(("failed", _line(error)))
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
