@@ -1,12 +1,13 @@
-"""A whole transformer encoder: CKI's `encoder_layer` against PyTorch's fused attention and GEMMs, in the same run.
+"""Stacks of `cki.encoder_layer` against PyTorch's fused attention and GEMMs, in the same run; any type, small models.
 
     python bench/encoder.py                                 # BERT-large and all-MiniLM-L6-v2, usual lengths
     python bench/encoder.py --model bert-large --seq-len 2048 --batch 4 --post-ln
 
 torch is one packed QKV product, `scaled_dot_product_attention`, `linear`, `layer_norm` and GELU, replayed from a CUDA
-graph as ours is.  `vs_torch` is torch's time over ours, tokens_per_s counts all tokens of the batch, launches_per_layer
-our kernels.  Before timing, one layer is compared with the same layer in float64 on the GPU: its largest error may be
-twice that of torch in the same type, plus 1e-5 of the largest value; one that is wrong ends the program.
+graph as ours is (`bert_large.py` measures `cki.Encoder`, against more).  `vs_torch` is torch's time over ours,
+tokens_per_s counts all tokens of the batch, launches_per_layer our kernels.  Before timing, one layer is compared with
+the same layer in float64 on the GPU: its largest error may be twice that of torch in the same type, plus 1e-5 of the
+largest value; one that is wrong ends the program.
 """
 
 from __future__ import annotations
