@@ -246,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             written.callback(lambda: bert_tables.report(measured))
             for problem in problems:
                 measured.append(bench.measure(problem, arguments.iters))
+                print(bert_tables.line(measured[-1]), flush=True)
 
 
 if __name__ == "__main__":

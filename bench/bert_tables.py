@@ -101,6 +101,16 @@ def rows(measured: Sequence[Measured]) -> list[Line]:
     return lines
 
 
+def line(one: Measured) -> str:
+    """A problem's result in a line, to be seen while others still run."""
+    others = (
+        f"{name} {one.timings[name].median_us / 1e3:.3f} ({one.speedup(name):.2f}x)"
+        for name in baselines([one])
+    )
+    ours = f"cki {one.timings['cki'].median_us / 1e3:.3f} ms"
+    return f"{one.problem}: {', '.join([ours, *others])}; {one.gemm_share:.3f} of the GEMM rate"
+
+
 def report(measured: Sequence[Measured]) -> None:
     """Prints the tables and writes the file.  Nothing where nothing was measured."""
     if not measured:

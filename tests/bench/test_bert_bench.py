@@ -119,6 +119,7 @@ def test_tables(bert, tmp_path, monkeypatch, capsys):
     assert second["gain on torch SDPA"] == "-10%"
     # 6 TFLOP in 10 ms are 600 TFLOP/s.
     assert bert.bert_tables.rate_table(found)[0]["share"] == f"{600 / 700:.3f}"
+    assert "cki 10.000 ms, torch SDPA 12.000 (1.20x), TF XLA" in bert.bert_tables.line(found[0])
     monkeypatch.setenv("BENCH_OUT", str(tmp_path))
     bert.bert_tables.report(found)
     with (tmp_path / "bert_large.csv").open(newline="") as file:
@@ -167,6 +168,7 @@ def test_what_is_measured(bert, monkeypatch, capsys):
     monkeypatch.setattr(bert, "Bench", Fake)
     monkeypatch.setattr(bert.common, "require_gpu", lambda: None)
     monkeypatch.setattr(bert.bert_tables, "report", lambda measured: None)
+    monkeypatch.setattr(bert.bert_tables, "line", lambda one: "")
     bert.main(["--batch", "4", "--seq-len", "2048", "--iters", "50", "--without", "compile"])
     assert asked[0] == (4096, {"without": ["compile"], "limit_s": 240.0})
     assert asked[1:] == [(bert.Problem(4, 2048, True), 50), (bert.Problem(4, 2048, False), 50)]
