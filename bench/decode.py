@@ -26,7 +26,7 @@ from typing import Any
 import common
 
 import cki
-from cki.heuristics.paged import CLUSTER, DecodeConfig, DecodeShape, choose_decode, choose_groups
+from cki.heuristics.paged import DecodeConfig, DecodeShape, choose_decode, choose_groups
 from cki.ops.call import call
 from cki.ops.paged import PAGED_ATTENTION, plan_problem
 
@@ -149,11 +149,12 @@ def configured_call(counted: bool, **changes: Any) -> Run:
         groups, beside = choose_groups(units, changes["warps"], shape.positions, device.sm_count * per_sm)
         if together:
             groups, beside = groups * beside // together, together
-        cluster, dealt = changes.get("cluster", False), chosen.dealt and beside == units
+        cluster = changes.get("cluster", 0)
+        dealt = cluster > 1 or (shape.batch == 1 and beside == units)
         if cluster:
-            assert dealt, "a cluster is one sequence's"
-            groups, beside = min(CLUSTER, -(-shape.positions // changes["warps"])), units
-        kept = {**changes, "cluster": cluster, "dealt": dealt}
+            assert units * shape.batch * cluster <= device.sm_count * per_sm, "too many blocks"
+            groups, beside = cluster, units
+        kept = {**changes, "cluster": cluster > 1, "dealt": dealt}
         return dataclasses.replace(chosen, groups=groups, together=beside, min_blocks=per_sm, **kept)
 
     spec = dataclasses.replace(
@@ -175,17 +176,17 @@ _SHAPES = ((4, 2, 2), (4, 3, 2), (4, 2, 3), (4, 6, 1), (8, 2, 1), (8, 3, 1), (6,
 def candidates() -> dict[str, Run]:
     """Configurations worth timing; those that do not fit in shared memory fail at their launch and are left out.
 
-    4w3s@2 is 4 warps of 3 stages, 2 blocks an SM; cluster: eight blocks of a head are one; counted: the last block
-    merges, not a second launch.
+    4w3s@2 is 4 warps of 3 stages, 2 blocks an SM; c4: clusters of 4 blocks that have a head each; counted: the last
+    block merges, not a second launch.
     """
     found = {}
     for warps, stages, per_sm in _SHAPES:
         shape = {"warps": warps, "stages": stages, "blocks_per_sm": per_sm}
         found[f"{warps}w{stages}s@{per_sm}"] = configured_call(False, **shape)
     wide = {"warps": 8, "stages": 3, "blocks_per_sm": 1}
-    for warps, stages, per_sm in ((8, 3, 1), (4, 3, 2), (4, 6, 1)):
+    for (warps, stages, per_sm), cluster in itertools.product(((8, 3, 1), (4, 3, 2), (4, 6, 1)), (8, 4, 2)):
         shape = {"warps": warps, "stages": stages, "blocks_per_sm": per_sm}
-        found[f"{warps}w{stages}s@{per_sm} cluster"] = configured_call(False, cluster=True, **shape)
+        found[f"{warps}w{stages}s@{per_sm} c{cluster}"] = configured_call(False, cluster=cluster, **shape)
     found["8w3s@1 counted"] = configured_call(True, **wide)
     return found
 

@@ -38,6 +38,8 @@ SERIAL_ARCHS = ("sm_80", "sm_89")
 CLUSTER = 8
 #: Tiles of one sequence up to which a cluster's blocks are enough for its units.
 _CLUSTER_POSITIONS = 1024
+#: The same of each of several sequences.
+_CLUSTER_POSITIONS_EACH = 128
 #: Warps of a block of the launch that merges.
 MERGE_WARPS = 4
 
@@ -148,6 +150,23 @@ def choose_groups(units: int, warps: int, positions: int, blocks: int) -> tuple[
     return max(1, min(blocks // together, most)), together
 
 
+def _cluster_blocks(shape: DecodeShape, units: int, device: DeviceInfo) -> int:
+    """Blocks of the cluster that has a unit of its own; 1 for none: too many units, too few, or too much work for them.
+
+    One sequence's clusters have half of the SMs for themselves, which reads 4k keys a seventh faster than a grid of all
+    of them that merges by a second launch, and 16k as fast.  More sequences share the device in equal parts, whatever
+    their lengths are, so they must be short.
+    """
+    if device.arch in SERIAL_ARCHS or shape.positions > shape.batch * (
+        _CLUSTER_POSITIONS if shape.batch == 1 else _CLUSTER_POSITIONS_EACH
+    ):
+        return 1
+    blocks = CLUSTER
+    while blocks > 1 and units * shape.batch * blocks > device.sm_count:
+        blocks //= 2
+    return blocks if units * shape.batch * blocks >= device.sm_count // 4 else 1
+
+
 def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     """The configuration for a problem: one block of 8 warps an SM, its rings as deep as they fit.
 
@@ -160,23 +179,21 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     units = shape.kv_heads * row_blocks
     split = not shape.alone and shape.batch <= MAX_SPLIT_BATCH and shape.positions * units < 2**30
     per_sm = device.shared_memory_per_block + 1024  # the system takes 1 KB of each block's
-    one = split and shape.batch == 1 and not shape.window
-    clusters = (
-        one and device.arch not in SERIAL_ARCHS and shape.positions <= _CLUSTER_POSITIONS
-        and device.sm_count // 4 <= units * CLUSTER <= device.sm_count
-    )  # fmt: skip
+    dealt = split and shape.batch == 1 and not shape.window
+    cluster = _cluster_blocks(shape, units, device) if split and not shape.window else 1
     for min_blocks, warps, stages in (
+        *([(2, 4, 3), (2, 4, 2)] if cluster > 1 and shape.batch > 1 else []),
         (1, 8, 6), (1, 8, 5), (1, 8, 4), (1, 8, 3), (2, 4, 3), (2, 4, 2), (1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 2, 2),
         (1, 1, 2),
     ):  # fmt: skip
         groups, together = (1, 1)
-        if split:
+        if cluster > 1:
+            groups, together = cluster, units
+        elif split:
             groups, together = choose_groups(units, warps, shape.positions, device.sm_count * min_blocks)
-        if clusters:
-            groups, together = min(CLUSTER, -(-shape.positions // warps)), units
         config = DecodeConfig(
             warps, stages, -(-rows // TILE_ROWS), rows, groups, together, min_blocks, split,
-            dealt=one and together == units, cluster=clusters and groups > 1,
+            dealt=(dealt or cluster > 1) and together == units, cluster=cluster > 1,
         )  # fmt: skip
         limit = min(per_sm // min_blocks - 1024, device.shared_memory_per_block)
         if config.shared_memory(shape) + _STATIC_BYTES <= limit:

@@ -190,7 +190,7 @@ def plan_paged_attention(
         scale, _LOG2E if scale_first else scale * _LOG2E, softcap,
         2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
-    grid = (chosen.together, chosen.groups, 1)
+    grid = (chosen.together, chosen.groups, batch if chosen.dealt else 1)
     if not chosen.split:
         grid = (units, min(batch, _MAX_BLOCKS_Y), -(-batch // _MAX_BLOCKS_Y))
     if grid[2] > _MAX_BLOCKS_Y:

@@ -123,7 +123,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int units = kv_heads * kRowBlocks;  // of a sequence
   const int together = static_cast<int>(gridDim.x), beside = static_cast<int>(blockIdx.x);
   const int own_group = kSplit ? static_cast<int>(blockIdx.y) : 0;
-  const int single = kSplit ? 0 : static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);  // the sequence, unsplit
+  // The block's only sequence: kAlone, or kDealt (one, or with kCluster the grid's third axis).
+  const int single = static_cast<int>(kOrder == Order::kAlone   ? blockIdx.y + blockIdx.z * gridDim.y
+                                      : kOrder == Order::kDealt ? blockIdx.z
+                                                                : 0);
   if (single >= batch) return;
   const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
                       table_batch, table_column, num_blocks, block_size, kv_heads};
@@ -131,12 +134,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   // What this block does: its unit of each sequence that its group walks over.
   int* tables = reinterpret_cast<int*>(states + kWarps * State::kFloats);
-  const int sequences = kSplit ? batch : 1;
+  const int sequences = Division::kOne ? 1 : batch;
   Division schedule{tables, tables + sequences, single, sequences, passes, static_cast<int>(gridDim.y)};
   TableIndex ahead{};  // the table's entry of the tile that the lane looks for next
   if constexpr (kOrder == Order::kDealt) {
     schedule.cut(least_positions);
-    ahead = source.tile_entry(0, schedule.template tile_at<kWarps>(warp + lane * kWarps, own_group) * kTileKeys, capacity);
+    ahead = source.tile_entry(single, schedule.template tile_at<kWarps>(warp + lane * kWarps, own_group) * kTileKeys, capacity);
   }
   if (warp == kWarps - 1) {
     // While the lengths are awaited, small tables come to L2, and the queries that would be this block's if all sequences
@@ -147,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                               line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
     constexpr int kLines = (kHeadDim * static_cast<int>(sizeof(Element)) + 127) / 128;  // of a query
     const int row = lane / kLines + beside % kRowBlocks * kRows, head = row % kGroup + beside / kRowBlocks * kGroup;
-    const int sequence = kSplit ? own_group * batch / static_cast<int>(gridDim.y) : single;
+    const int sequence =
+        kOrder == Order::kLine ? own_group * batch / static_cast<int>(gridDim.y) : single;
     if (kQueryPairs && lane / kLines < kRows && row < total_rows)
       ptx::prefetch_global_l2(q + sequence * q_batch + row / kGroup * q_query + head * q_head +
                               lane % kLines * (128 / static_cast<int>(sizeof(Element))));

@@ -12,7 +12,8 @@
 // side by side, and memory gives whole rows of it faster than pieces at different times.
 //
 // One sequence is not cut but dealt: group i takes the tiles [(j * groups + i) * warps, +warps), j = 0, 1, ... Which tiles
-// those are does not depend on the length, so their entries of the table are read while the length is awaited.
+// those are does not depend on the length, so their entries of the table are read while the length is awaited. A few
+// short sequences may each have groups of their own, where these are a cluster.
 //
 // Alone (more units than any split could use, or results that must not depend on the batch), a block takes one unit.
 #pragma once

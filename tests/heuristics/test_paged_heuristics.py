@@ -41,8 +41,16 @@ def test_clusters_merge_one_sequence_where_there_are_any():
         chosen = choose_decode(shape, sim_device(arch))
         assert chosen.dealt and chosen.cluster == (arch not in ("sm_80", "sm_89"))
         assert not chosen.cluster or chosen.groups == 8
-    for other in ({"batch": 2}, {"window": True}, {"positions": 10**5}, {"kv_heads": 1}):
+    for other in (
+        {"batch": 2, "positions": 600},
+        {"batch": 64},
+        {"window": True},
+        {"positions": 10**5},
+        {"kv_heads": 1},
+    ):
         assert not choose_decode(dataclasses.replace(shape, **other), sim_device("sm_90a")).cluster
+    few = choose_decode(dataclasses.replace(shape, batch=4), sim_device("sm_90a"))
+    assert (few.warps, few.min_blocks, few.groups, few.together, few.dealt) == (4, 2, 4, 8, True)
 
 
 def test_no_more_blocks_than_there_can_be_work():

@@ -124,6 +124,14 @@ def test_one_sequence_is_dealt(device, merge, groups, length):
         assert not device.numpy(counters).any()
 
 
+def test_clusters_of_several_sequences(device):
+    """Each has its own blocks, whatever its length is."""
+    lengths = [900, 0, 30, 17]
+    cache, table = paged_cache(lengths, 16, 2, 16, BF16)
+    run = configured(None, groups=3, together=2, warps=2, stages=2, dealt=True, cluster=True)
+    check_paged(device, queries(4, 3, 4, 16, BF16), cache, table, lengths, run=run)
+
+
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("lengths", [[1300], [1100, 40, 300]])
 def test_more_tiles_than_a_warp_finds_at_once(device, block_size, lengths):
