@@ -17,6 +17,7 @@ from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.ops.match import Guard, Likeness
+from cki.ops.spec import OpSpec
 from cki.tensor import DeviceId, TensorView, contiguous_strides
 
 _NAMES = {
@@ -28,6 +29,8 @@ _NAMES = {
 _FROM_TORCH = {getattr(torch, name): dtype for name, dtype in _NAMES.items() if hasattr(torch, name)}
 _TO_TORCH = {dtype.name: torch_dtype for torch_dtype, dtype in _FROM_TORCH.items()}
 _CPU = torch.device("cpu")
+#: The modules of FakeTensor and FunctionalTensor.
+_TRACING = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
 
 # Absent in CPU builds.  torch.cuda.current_stream() makes a Stream object, which takes 40 times as long.
 _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -187,6 +190,24 @@ class TorchAdapter(Adapter):
         return functools.partial(_current_raw_stream, device_index)
 
 
+class TracedAdapter(TorchAdapter):
+    """Tensors without data, by which torch.export traces: calls become operators (`cki.adapters.torch_ops`)."""
+
+    direct = False
+
+    def own_call(
+        self,
+        spec: OpSpec,
+        inputs: tuple[Any, ...],
+        attributes: tuple[Any, ...],
+        outs: tuple[Any, ...],
+        stream: Any,
+    ) -> Any:
+        from cki.adapters.torch_ops import traced_call
+
+        return traced_call(spec, inputs, attributes, outs, stream)
+
+
 def _direct_empty(
     device: DeviceId, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> Callable[..., torch.Tensor] | None:
@@ -228,11 +249,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def adapter_for(cls: type, name: str) -> Adapter:
     """The adapter for `torch.Tensor` and plain subclasses.
 
-    A subclass with a `__torch_dispatch__` of its own (DTensor, FakeTensor, nested and quantised wrappers) keeps its
-    data elsewhere and is refused.
+    A subclass with a `__torch_dispatch__` of its own (DTensor, nested and quantised wrappers) keeps its data elsewhere
+    and is refused, but for those that torch itself traces with.
     """
     if not issubclass(cls, torch.Tensor):
         raise InvalidTypeError(f"{name} is a {type_name(cls)}, not a tensor", hint="a torch.Tensor")
+    if cls.__module__ in _TRACING:
+        return _TRACED
     if getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
         raise InvalidTypeError(
             f"{name} is a {type_name(cls)}, a wrapper whose data lies elsewhere",
@@ -242,3 +265,4 @@ def adapter_for(cls: type, name: str) -> Adapter:
 
 
 _ADAPTER = TorchAdapter()
+_TRACED = TracedAdapter()

@@ -16,7 +16,7 @@ Two kinds of adapter:
 The order of a call:
 
     adapter = common_adapter(names, tensors)
-    if not adapter.direct: tensors = adapter.begin(names, tensors, stream)
+    if not adapter.direct: adapter.own_call(...), the whole call, or tensors = adapter.begin(names, tensors, stream)
     pointer, key = adapter.signature(t)             for each input (and each `out=` tensor)
     -- on a plan-cache miss: require_valid(adapter, names, tensors), then adapter.view(t) for each --
     outputs = adapter.empty(shape, dtype, like, stream);  adapter.pointer(output)
@@ -38,6 +38,7 @@ from cki.tensor import DeviceId, TensorView, contiguous_strides
 
 if TYPE_CHECKING:
     from cki.ops.match import Guard, Likeness
+    from cki.ops.spec import OpSpec
 
 #: Bytes (at most 16) that divide an address, by its low four bits.
 ALIGNMENT = (16, 1, 2, 1, 4, 1, 2, 1, 8, 1, 2, 1, 4, 1, 2, 1)
@@ -104,6 +105,15 @@ class Adapter(ABC):
     def stream_reader(self, device_index: int) -> Callable[[], int]:
         """`stream` of one device, as a function that may be kept.  device_index: -1 for the CPU."""
         return (lambda: 0) if device_index < 0 else functools.partial(self.stream, device_index)
+
+    def own_call(
+        self, spec: OpSpec, inputs: tuple[Any, ...], attributes: tuple[Any, ...], outs: tuple[Any, ...], stream: Any
+    ) -> Any:
+        """Indirect adapters: the whole call where it becomes part of a program of the framework's, else NotImplemented.
+
+        Arguments and result are those of `cki.ops.call.call`.
+        """
+        return NotImplemented
 
     def begin(self, names: Sequence[str], tensors: Sequence[Any], stream: int | None = None) -> list[Any]:
         """Indirect adapters: check the tensors and make views of them, in stream order before the launch.

@@ -67,7 +67,7 @@ def bind(
     written = {*out_names, *(item.name for item in spec.inputs if item.written)}
     device, views = _readable(spec, adapter, tensors, written, attributes)
 
-    values, wrong_types, wrong_values = _attribute_values(spec, attributes)
+    values, wrong_types, wrong_values = attribute_values(spec, attributes)
     operands = {name: _operand(name, views[name]) if name in views else None for name in input_names}
     problem = Problem(operands, values)
     _check_alignment(problem)
@@ -118,7 +118,7 @@ def _readable(
     device_problems, hint = _device_problems(wanted, views)
     everything = unreadable + read_only + device_problems
     if everything:
-        _, wrong_types, wrong_values = _attribute_values(spec, attributes)
+        _, wrong_types, wrong_values = attribute_values(spec, attributes)
         everything += wrong_types + wrong_values
         error: type[CkiError] = InvalidArgumentError
         if unreadable or wrong_types:
@@ -156,7 +156,7 @@ def _device_problems(wanted: DeviceInfo, views: Mapping[str, TensorView]) -> tup
     return problems, hint
 
 
-def _attribute_values(spec: OpSpec, attributes: Sequence[Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+def attribute_values(spec: OpSpec, attributes: Sequence[Any]) -> tuple[dict[str, Any], list[str], list[str]]:
     """Attributes by name in their declared type, and the wrong types and values of others (which get their default)."""
     values: dict[str, Any] = {}
     wrong_types: list[str] = []

@@ -64,6 +64,9 @@ def call(
     if adapter is None or not adapter.direct:
         adapter = common_adapter_of(spec, inputs, outs)
     if not adapter.direct:
+        result = adapter.own_call(spec, inputs, attributes, outs, stream)
+        if result is not NotImplemented:
+            return result
         require_valid(adapter, out_arguments(spec), outs, output=True)
         handle = None if stream is None else stream_handle(stream)
         tensors = tuple(adapter.begin(tensor_names(spec), tensors, handle))
@@ -72,6 +75,24 @@ def call(
         entry.check_overlap(pointers)
     _remember(entry, tensors, attributes)
     return entry.run(pointers, tensors, outs, stream)
+
+
+def _traced(
+    spec: OpSpec,
+    inputs: tuple[Any, ...],
+    attributes: tuple[Any, ...],
+    outs: tuple[Any, ...] = (),
+    stream: Any = None,
+) -> Any:
+    """`call` in a program that torch.compile reads: an operator of torch's."""
+    from cki.adapters.torch_ops import traced_call
+
+    return traced_call(spec, inputs, attributes, outs, stream)
+
+
+# torch.compile follows the function of this name in place of `call`.  So a call needs no test of whether it is traced,
+# which would cost every call 50 ns, and nothing of torch is imported before it traces one.
+call._torchdynamo_inline = _traced  # type: ignore[attr-defined]
 
 
 def _remember(entry: Entry, tensors: tuple[Any, ...], attributes: tuple[Any, ...]) -> None:

@@ -1,0 +1,196 @@
+"""PyTorch operators `torch.ops.cki.*`, one for each public operation: what torch.compile and torch.export see.
+
+Each operator is made from the operation's OpSpec: inputs and attributes give the schema, `infer` gives the outputs of
+fake tensors, and on real tensors it makes the same call as the public function, which tracing replaces by it
+(`traced_call`).
+
+An operator always returns all outputs that the operation can have, as a schema has a fixed number; one that a call does
+not have (the lse where it was not asked for) is an empty bool tensor, a dtype that no output has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cki.adapter import adapter_of
+from cki.adapters.torch import _FROM_TORCH, _TO_TORCH, TracedAdapter
+from cki.errors import InvalidTypeError, UnsupportedError
+from cki.operand import Operand
+from cki.ops.bind import attribute_values
+from cki.ops.call import call
+from cki.ops.spec import Attribute, Input, OpSpec, Problem
+from cki.ops.table import public_specs
+
+_KINDS = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
+# A number that stands for "required" in the encoder's operations.
+_REQUIRED = -(2**31)
+
+
+def schema(spec: OpSpec) -> str:
+    """The operator's schema: tensors by position or name, attributes by name."""
+    inputs = [
+        _input_schema(item, spec.inputs[index + 1 :], "abcdefgh"[index % 8])
+        for index, item in enumerate(spec.inputs)
+    ]
+    attributes = [_attribute_schema(attribute) for attribute in spec.attributes]
+    outputs = ", ".join("Tensor" for _ in spec.outputs)
+    arguments = ", ".join([*inputs, "*", *attributes] if attributes else inputs)
+    return f"{spec.name}({arguments}) -> {outputs if len(spec.outputs) == 1 else f'({outputs})'}"
+
+
+def _input_schema(item: Input, later: Sequence[Input], alias: str) -> str:
+    kind = f"Tensor({alias}!)" if item.written else "Tensor"
+    if not item.optional:
+        return f"{kind} {item.name}"
+    # In a schema, as in Python, nothing without a default follows a default.
+    default = "=None" if all(other.optional for other in later) else ""
+    return f"{kind}? {item.name}{default}"
+
+
+def _attribute_schema(attribute: Attribute) -> str:
+    kind, default = _KINDS[attribute.type], attribute.default
+    if default is None:
+        return f"{kind}? {attribute.name}=None"
+    if default == _REQUIRED and attribute.type is int:
+        return f"{kind} {attribute.name}"
+    if attribute.type is str:
+        return f'{kind} {attribute.name}="{default}"'
+    shown = list(default) if attribute.type is tuple else default
+    return f"{kind} {attribute.name}={shown}"
+
+
+def _arguments(
+    spec: OpSpec, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Inputs and attributes in the spec's order: the dispatcher leaves out what has its default."""
+    given = len(args)
+    inputs = (*args, *(kwargs.get(item.name) for item in spec.inputs[given:]))
+    values = [kwargs.get(attribute.name, attribute.default) for attribute in spec.attributes]
+    return inputs, tuple(tuple(value) if isinstance(value, list) else value for value in values)
+
+
+def _absent(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.bool, device=like.device)
+
+
+def _run(spec: OpSpec) -> Callable[..., Any]:
+    """The operator on real tensors."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        inputs, attributes = _arguments(spec, args, kwargs)
+        results = call(spec, inputs, attributes)
+        results = list(results) if isinstance(results, tuple) else [results]
+        results += [_absent(inputs[0]) for _ in spec.outputs[len(results) :]]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return run
+
+
+def _fake(spec: OpSpec) -> Callable[..., Any]:
+    """The operator on tensors without data; sizes may be symbols."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        inputs, attributes = _arguments(spec, args, kwargs)
+        values, wrong_types, wrong_values = attribute_values(spec, attributes)
+        operands = {item.name: _operand(item.name, t) for item, t in zip(spec.inputs, inputs)}
+        problem = Problem(operands, values, wrong_types + wrong_values, has_wrong_type=bool(wrong_types))
+        # A size may be known only when the operator runs, which checks again.
+        with contextlib.suppress(GuardOnDataDependentSymNode):
+            spec.check(problem)
+        if problem.violations:
+            raise problem.refusal(f"{spec.name}: invalid arguments")
+        results = [
+            inputs[0].new_empty(output.shape, dtype=_TO_TORCH[output.dtype.name])
+            for output in spec.infer(problem).values()
+        ]
+        results += [_absent(inputs[0]) for _ in spec.outputs[len(results) :]]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return fake
+
+
+def _operand(name: str, tensor: torch.Tensor | None) -> Operand | None:
+    if tensor is None:
+        return None
+    if tensor.dtype not in _FROM_TORCH:
+        raise InvalidTypeError(f"{name} is of dtype {tensor.dtype}, which has no kernels")
+    return Operand(name, tuple(tensor.shape), tuple(tensor.stride()), _FROM_TORCH[tensor.dtype])
+
+
+def _refuse_gradients(spec: OpSpec, operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator at autograd's place in the dispatcher: an error where it would have to record a gradient."""
+
+    def below(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            inputs, _ = _arguments(spec, args, kwargs)
+            names = [item.name for item, t in zip(spec.inputs, inputs) if t is not None and t.requires_grad]
+            if names:
+                raise InvalidTypeError(
+                    f"{spec.name}: unusable tensors",
+                    [
+                        f"{name} requires grad and gradients are being recorded, which CKI cannot do"
+                        for name in names
+                    ],
+                    f"call under torch.no_grad() or torch.inference_mode(), or pass {names[0]}.detach()",
+                )
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    return below
+
+
+def _register() -> tuple[torch.library.Library, dict[str, Any]]:
+    """The operators of namespace `cki`.  The library must be kept: they vanish with it."""
+    library = torch.library.Library("cki", "DEF")
+    operators = {}
+    for name, spec in public_specs().items():
+        library.define(schema(spec), tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            library.impl(name, _run(spec), key)
+        torch.library.register_fake(f"cki::{name}", _fake(spec), lib=library)
+        operators[name] = getattr(torch.ops.cki, name).default
+        library.impl(name, _refuse_gradients(spec, operators[name]), "Autograd")
+    return library, operators
+
+
+_LIBRARY, OPERATORS = _register()
+
+
+def _call_outside_graphs(spec: OpSpec, inputs: Any, attributes: Any, outs: Any, stream: Any) -> Any:
+    if any(isinstance(adapter_of(t), TracedAdapter) for t in inputs if t is not None):
+        raise UnsupportedError(f"{spec.name}: {_OUTSIDE}")
+    return call(spec, inputs, attributes, outs, stream)
+
+
+_OUTSIDE = "a call with stream=, or of cki.Encoder, cannot be part of a traced program"
+# torch.compile ends its graph here and makes the call between two graphs, or says why where it may not.
+_outside_graphs = torch.compiler.disable(_call_outside_graphs, reason=_OUTSIDE)
+
+
+def traced_call(
+    spec: OpSpec,
+    inputs: tuple[Any, ...],
+    attributes: tuple[Any, ...],
+    outs: tuple[Any, ...] = (),
+    stream: Any = None,
+) -> Any:
+    """`cki.ops.call.call` while torch traces: the operator, and copies into the caller's `out=` tensors.
+
+    Traced by torch.compile itself, so plain in what it does.
+    """
+    if stream is not None or spec.name not in OPERATORS:
+        return _outside_graphs(spec, inputs, attributes, outs, stream)
+    named = dict(zip([attribute.name for attribute in spec.attributes], attributes))
+    found = OPERATORS[spec.name](*inputs, **named)
+    found = [found] if len(spec.outputs) == 1 else found
+    results = [result for result in found if result.dtype != torch.bool]
+    for index, out in enumerate(outs):
+        if out is not None:
+            out.copy_(results[index])
+            results[index] = out
+    return results[0] if len(results) == 1 else tuple(results)

@@ -1,0 +1,238 @@
+"""`torch.ops.cki.*`: every operator against torch's own checks, under torch.compile, torch.export and autograd."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch._dynamo  # noqa: E402, F811
+
+import cki  # noqa: E402
+from cki.adapters.torch_ops import OPERATORS, schema  # noqa: E402
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
+from cki.ops.table import public_specs  # noqa: E402
+
+pytestmark = pytest.mark.torch
+I32 = torch.int32
+
+
+def normal(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator)
+
+
+def cases():
+    """An operator's arguments, by its name."""
+    w, square = normal(64), normal(64, 64)
+    lengths, table = torch.tensor([9, 3], dtype=I32), torch.tensor([[0, 1], [2, 3]], dtype=I32)
+    cache, tokens = normal(4, 8, 2, 16), normal(3, 2, 16)
+    block = {"num_heads": 4, "head_dim": 16}
+    return {
+        "layer_norm": ((normal(3, 64), w, w, normal(3, 64)), {}),
+        "rms_norm": ((normal(3, 64), w), {"weight_offset": 1.0}),
+        "layer_norm_quantize": ((normal(3, 64), w), {}),
+        "rms_norm_quantize": ((normal(3, 64), w, normal(3, 64)), {}),
+        "attention": ((normal(2, 5, 4, 16), normal(2, 5, 2, 16), normal(2, 5, 2, 16)), {"return_lse": True}),
+        "varlen_attention": (
+            (normal(9, 4, 16), normal(9, 2, 16), normal(9, 2, 16), torch.tensor([0, 4, 9], dtype=I32)),
+            {"causal": True, "window": (3, -1)},
+        ),
+        "paged_attention": ((normal(2, 1, 4, 16), cache, cache.clone(), table, lengths), {}),
+        "decode_attention": ((normal(2, 1, 4, 16), normal(2, 16, 2, 16), normal(2, 16, 2, 16), lengths), {}),
+        "merge_states": ((normal(2, 3, 4, 16), normal(2, 3, 4)), {}),
+        "append_kv": (
+            (tokens, tokens, cache, cache.clone(), torch.tensor([0, 9, 31]), tokens, torch.tensor([0, 1, 2])),
+            {"rope_base": 10000.0},
+        ),
+        "apply_rope": ((tokens, torch.tensor([0, 5, 9])), {}),
+        "linear": ((normal(3, 64), normal(64, 32), normal(32)), {"activation": "gelu"}),
+        "gated_linear": ((normal(3, 64), normal(64, 128)), {"activation": "silu"}),
+        "fused_attention": ((normal(2, 5, 64), square, square, square, square), block),
+        "encoder_layer": (
+            (normal(2, 5, 64), square, square, square, square, normal(64, 128), normal(128, 64)),
+            {**block, "activation": "gelu"},
+        ),
+        "embed_tokens": ((torch.tensor([[1, 2, 3]]), normal(10, 64)), {}),
+        "mean_pool": ((normal(2, 5, 64), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])), {}),
+        "gated_activation": ((normal(3, 64),), {"activation": "silu"}),
+        "bias_activation": ((normal(3, 64), w), {"activation": "gelu"}),
+        "softmax": ((normal(3, 64),), {"scale": 0.5}),
+        "quantize_fp8": ((normal(3, 64),), {}),
+        "dropout_add": ((normal(3, 64), normal(3, 64), torch.tensor([1]), torch.tensor([2])), {"p": 0.5}),
+    }
+
+
+def same(found, wanted):
+    return len(found) == len(wanted) and all(
+        a.dtype == b.dtype and torch.equal(a.float(), b.float()) for a, b in zip(found, wanted)
+    )
+
+
+def test_each_public_operation_has_an_operator_and_a_case():
+    functions = {name for name in cki._HOME if cki._HOME[name].startswith("ops.")} - {"hold"}
+    assert functions == set(public_specs()) == set(OPERATORS) == set(cases())
+
+
+def test_schemas():
+    specs = public_specs()
+    assert schema(specs["rms_norm"]) == (
+        "rms_norm(Tensor x, Tensor? weight=None, Tensor? residual=None, *, float eps=1e-06, float weight_offset=0.0, "
+        'str normalize="rounded") -> (Tensor, Tensor)'
+    )
+    assert "int num_heads, int head_dim, int? num_kv_heads=None" in schema(specs["fused_attention"])
+    assert "Tensor(c!) k_cache, Tensor(d!) v_cache" in schema(specs["append_kv"])
+    assert "Tensor? residual, Tensor seed" in schema(
+        specs["dropout_add"]
+    )  # no default before what is required
+
+
+@pytest.mark.parametrize("name", sorted(public_specs()))
+def test_opcheck(name):
+    arguments, attributes = cases()[name]
+    checks = ["test_schema", "test_faketensor"]
+    if name in ("append_kv", "layer_norm"):  # one that writes into its inputs, one that does not
+        checks += ["test_aot_dispatch_dynamic", "test_autograd_registration"]
+    with cki.device("sim"):
+        torch.library.opcheck(OPERATORS[name], arguments, attributes, test_utils=checks)
+
+
+def test_an_absent_output_is_an_empty_bool_tensor():
+    with cki.device("sim"):
+        out, total = torch.ops.cki.layer_norm(normal(3, 64))
+        assert torch.equal(out, cki.layer_norm(normal(3, 64)))
+    assert (total.dtype, total.numel()) == (torch.bool, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+def model_of_all(x, w, square, q, k, offsets, new, k_cache, v_cache, table, lengths, ids, slots, positions):
+    """Public functions, as a user writes them."""
+    results = [*cki.layer_norm(x, w, residual=x), *cki.rms_norm_quantize(x, w), cki.softmax(x, scale=0.5)]
+    results += [*cki.attention(q, k, k, causal=True, return_lse=True, window=(3, -1))]
+    results += [cki.varlen_attention(q[0], k[0], k[0], offsets, causal=True)]
+    rotated = cki.append_kv(new, new, (k_cache, v_cache), slots, q=new, positions=positions)
+    results += [rotated, cki.apply_rope(new, positions), k_cache.clone()]
+    cki.append_kv(new, new, (k_cache, v_cache), slots + 1)
+    results += [cki.paged_attention(q[:, :1], (k_cache, v_cache), table, lengths)]
+    results += [cki.embed_tokens(ids, square)]
+    block = q.reshape(2, 5, 64)
+    results += [cki.fused_attention(block, square, square, square, square, num_heads=4, head_dim=16)]
+    out = torch.empty_like(x)
+    cki.linear(x, square, activation="silu", out=out)
+    return [*results, out]
+
+
+def test_public_functions_compile_to_one_graph():
+    def arguments():
+        return (
+            normal(3, 64), normal(64), normal(64, 64), normal(2, 5, 4, 16), normal(2, 5, 2, 16),
+            torch.tensor([0, 2, 5], dtype=I32), normal(3, 2, 16), normal(4, 8, 2, 16), normal(4, 8, 2, 16),
+            torch.tensor([[0, 1], [2, 3]], dtype=I32), torch.tensor([9, 3], dtype=I32), torch.tensor([[1, 2, 3]]),
+            torch.tensor([0, 9, 30]), torch.tensor([0, 1, 2]),
+        )  # fmt: skip
+
+    with cki.device("sim"), torch.inference_mode():
+        wanted = model_of_all(*arguments())
+        found = torch.compile(model_of_all, fullgraph=True, backend="aot_eager")(*arguments())
+    assert same(found, wanted)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma, self.weight = torch.nn.Parameter(normal(64)), torch.nn.Parameter(normal(64, 64))
+
+    def forward(self, x):
+        return cki.linear(cki.layer_norm(2 * x, self.gamma), self.weight, activation="silu") + 1
+
+
+def test_inductor_with_a_dynamic_batch_compiles_once():
+    block = Block()
+    with cki.device("sim"), torch.no_grad():
+        compiled = torch.compile(block, fullgraph=True, dynamic=True)
+        compiled(normal(4, 64))
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for batch in (4, 9, 3):
+            assert torch.allclose(compiled(normal(batch, 64)), block(normal(batch, 64)), rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_dynamic_batch(strict):
+    block, batch = Block(), torch.export.Dim("batch", min=1)
+    with cki.device("sim"), torch.no_grad():
+        program = torch.export.export(block, (normal(4, 64),), dynamic_shapes=({0: batch},), strict=strict)
+        assert torch.equal(program.module()(normal(9, 64)), block(normal(9, 64)))
+    targets = {node.target for node in program.graph.nodes}
+    assert {OPERATORS["layer_norm"], OPERATORS["linear"]} <= targets
+
+
+def test_the_first_traced_call_loads_the_operators():
+    """A program that names no adapter compiles: nothing was registered before."""
+    program = (
+        "import sys, torch, cki\n"
+        "f = torch.compile(lambda x: cki.softmax(x) + 1, fullgraph=True, backend='eager')\n"
+        "with cki.device('sim'):\n"
+        "    assert 'cki.adapters.torch_ops' not in sys.modules\n"
+        "    y = f(torch.zeros(2, 4))\n"
+        "assert torch.equal(y, torch.full((2, 4), 1.25)), y\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# refusals
+
+
+def test_gradients_are_refused_by_name():
+    weight = torch.nn.Parameter(normal(64))
+    with cki.device("sim"):
+        with pytest.raises(InvalidTypeError, match=r"^layer_norm: .*\n.*weight requires grad.*\n.*no_grad"):
+            torch.ops.cki.layer_norm(normal(3, 64), weight)
+        with torch.no_grad():
+            torch.ops.cki.layer_norm(normal(3, 64), weight)
+        compiled = torch.compile(lambda x: cki.layer_norm(x, weight), backend="eager")
+        with pytest.raises(Exception, match="layer_norm: unusable tensors.*weight requires grad"):
+            compiled(normal(3, 64))
+
+
+def test_a_wrong_call_is_refused_while_it_is_traced():
+    compiled = torch.compile(lambda x, w: cki.layer_norm(x, w), fullgraph=True, backend="eager")
+    with cki.device("sim"), pytest.raises(Exception, match="layer_norm: invalid arguments.*weight"):
+        compiled(normal(3, 64), normal(63))
+    with torch._subclasses.FakeTensorMode() as mode:
+        x, w = mode.from_tensor(normal(3, 64)), mode.from_tensor(normal(63))
+        assert cki.layer_norm(x).shape == (3, 64)
+        with pytest.raises(InvalidArgumentError, match="weight"):
+            cki.layer_norm(x, w)
+
+
+def test_a_call_with_a_stream_stands_between_two_graphs():
+    def model(x):
+        return cki.layer_norm(2 * x, stream=0) + 1
+
+    x = normal(3, 64)
+    with cki.device("sim"):
+        compiled = torch.compile(model, backend="eager")
+        assert torch.equal(compiled(x), model(x))
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="a call with stream=, or of cki.Encoder, cannot be part"):
+            torch.compile(model, fullgraph=True, backend="eager")(x)
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(UnsupportedError, match="with stream="):
+        model(mode.from_tensor(x))
+
+
+@pytest.mark.gpu
+def test_cuda_graph_trees():
+    block = Block().cuda()
+    with torch.inference_mode():
+        compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+        for _ in range(4):
+            x = normal(16, 64).cuda()
+            assert torch.allclose(compiled(x), block(x), rtol=1e-4, atol=1e-4)
