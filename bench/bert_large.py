@@ -4,6 +4,7 @@
     python bench/bert_large.py --batch 4 --seq-len 2048 --iters 50
     python bench/bert_large.py --packed --batch 64              # random lengths 32..512 against padded torch
     python bench/bert_large.py --without compile --without tf   # torch.compile takes a minute or two a problem
+    python bench/bert_large.py --profile --seq-len 512 2048     # time of each launch of CKI's graph
     python bench/bert_large.py --plan                           # launches of a layer and what they should take; no GPU
 
 fp16, the same random weights for all: CKI takes them as a state dict, prepared and captured as a graph; torch SDPA and
@@ -74,6 +75,10 @@ class Cki:
         """Kernels of a forward pass."""
         return int(self._graph.num_kernels)
 
+    def replay(self) -> None:
+        """A forward pass."""
+        self._graph.replay()
+
     def prepare(self, problem: Problem) -> Array:
         import torch
 
@@ -97,7 +102,7 @@ class Cki:
             offsets = torch.from_numpy(bert_model.offsets(problem)).to(self._device)
             options = {"cu_seqlens": offsets, "max_seqlen": problem.seq}
         self._graph = cki.capture(encoder, ids, **options)
-        self._timer = peers_torch.Timer(self._graph.replay, self._device)
+        self._timer = peers_torch.Timer(self.replay, self._device)
         output: Array = self._graph.outputs.float().cpu().numpy().reshape(problem.tokens, -1)
         return output
 
@@ -225,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--limit", type=float, default=240.0, help="seconds for a baseline to prepare a problem"
     )
     parser.add_argument("--plan", action="store_true", help="print the launches of a layer; measures nothing")
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the time of CKI's graph goes; compares nothing"
+    )
     arguments = parser.parse_args(argv)
     if arguments.packed and arguments.seq_len:
         parser.error("--packed draws its lengths: no --seq-len")
@@ -237,6 +245,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(bert_plan.table(bert_model.BERT_LARGE, Problem(arguments.batch or 4, seq, True)))
         return
     common.require_gpu()
+    if arguments.profile:
+        import bert_profile
+
+        ours = Cki(bert_model.BERT_LARGE, "cuda")
+        for problem in problems_of(arguments):
+            if not problem.lengths:
+                print(bert_profile.profile(ours, bert_model.BERT_LARGE, problem), flush=True)
+        return
     problems = problems_of(arguments)
     longest = max(problem.seq for problem in problems)
     model = bert_model.BERT_LARGE._replace(positions=max(bert_model.BERT_LARGE.positions, longest))
