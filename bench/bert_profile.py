@@ -1,8 +1,8 @@
 """Where the time of a forward pass goes: each launch of a layer, measured inside the captured graph.
 
 torch's profiler (CUPTI) times the kernels of a few replays; launches at the same place of all layers are one line,
-beside what `bert_plan.py` expects of it.  A kernel that starts before the one before it has ended (programmatic dependent
-launch) is charged from that one's end on, so that the lines add up; what no kernel fills is the line of gaps.
+beside what `bert_plan.py` expects of it.  A kernel that starts before the one before it has ended (programmatic
+dependent launch) is charged from that one's end on, so that the lines add up; what no kernel fills is the line of gaps.
 """
 
 from __future__ import annotations

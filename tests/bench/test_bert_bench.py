@@ -64,6 +64,16 @@ def test_all_compute_the_same_encoder(bert, tiny, measured, monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(bert, tiny):
+    """The same from graphs."""
+    with bert.Bench(tiny, without=list(bert.PEERS), device="cuda") as bench:
+        for problem in problems(bert):
+            one = bench.measure(problem, 2)
+            assert set(one.timings) == {"cki", "torch SDPA"}
+            assert all(0 < error < 4e-3 for error in one.errors.values())
+
+
 def test_torch_compile_computes_it_too(bert, tiny, monkeypatch):
     torch_peers = bert.peers_torch
     monkeypatch.setattr(torch_peers.Compiled, "options", {"backend": "eager"})
