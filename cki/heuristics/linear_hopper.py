@@ -1,13 +1,14 @@
 """Tiles of the Hopper GEMM (`cuda_src/gemm/hopper/linear.cu`): pure functions of shapes and device.
 
 What weighs:
-* Tiles in rounds over the SMs: the last round takes as long as the others, however few its tiles are.
+* Tiles in rounds over the SMs: the last round takes as long as the others, however few its tiles are.  Where there are
+  fewer tiles than SMs, smaller ones, or K split over two blocks, use more of them.
 * Products of a stage: the tensor core's share, or the stage's bytes at the rate at which an SM takes them in from L2,
-  whichever is longer.  64 x 128 tiles are bound by the second, all others by the first.
+  whichever is longer.  Tiles of 128 x 256 are bound by the first, all smaller ones by the second.
 * The finish of a tile (bias, activation, residual, stores).  Consumers that share a tile do it while the tensor core
   idles, once a round; consumers in turn (ping-pong) do it beside the other's products, and once at the end.
 * Shared memory: `stages` times 64 elements of K of both operands, and 32 KB for results on their way out; 227 KB at
-  most.  Six stages instead of four are worth 3 %.
+  most.
 
 The model's figures were fitted to an H200 (bench/results/linear_hopper.csv); tests/heuristics/test_linear_hopper.py
 holds the choice against it.
@@ -17,6 +18,7 @@ Without `split` no choice changes results: every sum runs over K in one order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,16 +88,14 @@ class HopperTile:
 
 #: What the choice takes.
 TILES = (
-    HopperTile(128, 128, 6, True), HopperTile(128, 128, 4), HopperTile(64, 256, 4, True), HopperTile(256, 128, 4),
-    HopperTile(128, 256, 4), HopperTile(64, 128, 6, True),
+    HopperTile(128, 256, 4), HopperTile(256, 128, 4), HopperTile(128, 128, 6, True), HopperTile(128, 128, 6),
+    HopperTile(64, 128, 8, True), HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, split=2),
 )  # fmt: skip
 #: What `bench/linear.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
-    *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(128, 128, 6), HopperTile(64, 128, 8, True),
-    HopperTile(64, 64, 8, True), HopperTile(64, 128, 8), HopperTile(64, 128, 8, split=2),
-    HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, split=4),
-    HopperTile(128, 128, 6, True, sharers=2), HopperTile(128, 256, 4, sharers=2),
-    HopperTile(64, 256, 4, True, sharers=2),
+    *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(64, 256, 4, True),
+    HopperTile(64, 128, 6, True), HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, True, sharers=2),
+    HopperTile(128, 256, 4, sharers=2),
 )  # fmt: skip
 
 
@@ -104,17 +104,24 @@ def tile_count(tile: HopperTile, rows: int, columns: int) -> int:
     return -(-rows // tile.block_m) * -(-columns // tile.block_n)
 
 
-# Microseconds on an H200.  Of a launch without its tiles, and of a tile's first bytes.
-_LAUNCH_US, _FIRST_BYTES_US = 0.38, 0.61
-# The same of the generic kernel, whose model leaves it out.
-_GENERIC_LAUNCH_US = 1.5
+def _stages(depth: int) -> int:
+    """Of a tile, along K."""
+    return max(1, -(-depth // STAGE_DEPTH))
+
+
+# Microseconds on an H200.  Of a launch in a row of them without its tiles, and of a tile's first bytes.
+_LAUNCH_US, _FIRST_BYTES_US = 0.77, 0.21
+# What a launch costs more that follows no other, and of the generic kernel, whose model leaves it out.
+_ALONE_US, _GENERIC_LAUNCH_US = 1.7, 1.5
 # Of a stage: 128 x 128 elements of y at the tensor cores' rate under load, and bytes a microsecond into an SM.
-_SQUARE_US = 0.375
-_READ_RATE = 111_000.0
+_SQUARE_US = 0.368
+_READ_RATE = 80_000.0
 # What a ring costs that holds less than this many bytes.
 _DEEP_RING_BYTES, _SHALLOW = 160 * 1024, 1.04
 # Of a tile's finish, at first and for each 64 columns x 64 rows of a consumer: plain, activation, residual.
-_FINISH_US = {"": (0.65, 0.5), "activation": (0.78, 1.83), "residual": (1.58, 0.89)}
+_FINISH_US = {"": (0.13, 0.22), "activation": (1.35, 0.59), "residual": (0.65, 0.26)}
+# Of the sum over a cluster's blocks.
+_EXCHANGE_US = 2.5
 
 
 def predicted_time(
@@ -122,14 +129,14 @@ def predicted_time(
     residual: bool = False,
 ) -> float:  # fmt: skip
     """Microseconds of a rows x depth by depth x columns product, if the device's SMs are those of an H200."""
-    rounds = -(-tile_count(tile, rows, columns) // max(device.sm_count, 1))
+    rounds = -(-tile_count(tile, rows, columns) * tile.split // max(device.sm_count, 1))
     stage_bytes = (tile.block_m + tile.block_n) * _ROW_BYTES
     stage = max(_SQUARE_US * tile.block_m * tile.block_n / 128**2, stage_bytes / _READ_RATE)
     if tile.stages * stage_bytes < _DEEP_RING_BYTES:
         stage *= _SHALLOW
-    products = _FIRST_BYTES_US + -(-depth // STAGE_DEPTH) * stage
+    products = _FIRST_BYTES_US + math.ceil(_stages(depth) / tile.split) * stage
     first, more = _FINISH_US["residual" if residual else "activation" if activation else ""]
-    finish = first + more * (tile.accumulators / 32)
+    finish = first + more * (tile.accumulators / 32 / tile.split) + (_EXCHANGE_US if tile.split > 1 else 0.0)
     if not tile.ping_pong:
         return _LAUNCH_US + rounds * (products + finish)
     # A consumer starts a tile every second round, and no sooner than it has finished its last.
@@ -141,12 +148,13 @@ def choose_hopper_tile(
     rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False,
     among: Sequence[HopperTile] = TILES,
 ) -> HopperTile:  # fmt: skip
-    """The tile of the least predicted time, the earlier of equals."""
+    """The tile of the least predicted time, the earlier of equals.  One that splits K needs a stage for each part."""
 
     def time_of(tile: HopperTile) -> float:
         return predicted_time(tile, rows, columns, depth, device, activation=activation, residual=residual)
 
-    return min((t for t in among if t.shared_memory <= device.shared_memory_per_block), key=time_of)
+    limit = device.shared_memory_per_block
+    return min((t for t in among if t.shared_memory <= limit and t.split <= _stages(depth)), key=time_of)
 
 
 def preferred_hopper_tile(
@@ -155,7 +163,7 @@ def preferred_hopper_tile(
 ) -> HopperTile | None:  # fmt: skip
     """The tile when the kernel is the better choice for a product of 16-bit elements that asks for none; else None.
 
-    Small products are: their few tiles leave most SMs idle, where the generic kernel's smaller ones do not.
+    It must be so for a launch that follows no other too: small products keep the generic kernel.
     gated: columns are gates and ups, of which every consumer needs whole 64.
     """
     among = [
@@ -177,7 +185,7 @@ def beats_generic(
     """Whether launches of these tiles, one for each part of the columns, beat one of the generic kernel for all."""
     generic = choose_tile(rows, columns, depth, 2, device)
     blocks = block_count(generic, rows, columns)
-    own = sum(
+    own = _ALONE_US + sum(
         predicted_time(tile, rows, part, depth, device, activation=activation, residual=residual)
         for tile, part in zip(tiles, columns)
     )
