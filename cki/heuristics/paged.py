@@ -38,8 +38,13 @@ SERIAL_ARCHS = ("sm_80", "sm_89")
 CLUSTER = 8
 #: Tiles of one sequence up to which a cluster's blocks are enough for its units.
 _CLUSTER_POSITIONS = 1024
-#: The same of each of several sequences.
-_CLUSTER_POSITIONS_EACH = 128
+#: Tiles of all units up to which fewer warps, and so more and shorter parts, are as good or better.
+_FEW_TILES = 4096
+# Blocks an SM, warps, stages: the first that fit are taken, then what fits any head dimension and device.
+_EIGHT_WARPS = ((1, 8, 6), (1, 8, 5), (1, 8, 4), (1, 8, 3))
+_FOUR_WARPS = ((1, 4, 6),)
+_TWO_BLOCKS = ((2, 4, 6), (2, 4, 4))
+_ANY_SIZE = ((2, 4, 3), (2, 4, 2), (1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 2, 2), (1, 1, 2))
 #: Warps of a block of the launch that merges.
 MERGE_WARPS = 4
 
@@ -150,28 +155,14 @@ def choose_groups(units: int, warps: int, positions: int, blocks: int) -> tuple[
     return max(1, min(blocks // together, most)), together
 
 
-def _cluster_blocks(shape: DecodeShape, units: int, device: DeviceInfo) -> int:
-    """Blocks of the cluster that has a unit of its own; 1 for none: too many units, too few, or too much work for them.
-
-    One sequence's clusters have half of the SMs for themselves, which reads 4k keys a seventh faster than a grid of all
-    of them that merges by a second launch, and 16k as fast.  More sequences share the device in equal parts, whatever
-    their lengths are, so they must be short.
-    """
-    if device.arch in SERIAL_ARCHS or shape.positions > shape.batch * (
-        _CLUSTER_POSITIONS if shape.batch == 1 else _CLUSTER_POSITIONS_EACH
-    ):
-        return 1
-    blocks = CLUSTER
-    while blocks > 1 and units * shape.batch * blocks > device.sm_count:
-        blocks //= 2
-    return blocks if units * shape.batch * blocks >= device.sm_count // 4 else 1
-
-
 def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
-    """The configuration for a problem: one block of 8 warps an SM, its rings as deep as they fit.
+    """The configuration for a problem: one block an SM, its rings as deep as they fit.
 
-    On an H200 (32 query heads, 8 KV heads, 128 elements, bf16) that is 2 % faster than two blocks of 4 warps from 64k
-    keys in all on: its fewer groups cut fewer sequences.
+    Measured on an H200 with 32 query heads, 8 KV heads, 128 elements, bf16: 8 warps of 3 stages are 1 to 3 % faster
+    than two blocks of 4 warps from 64k keys in all on, as their fewer groups cut fewer sequences; 4 warps of 6 stages
+    are up to 5 % faster than 8 below 4k keys and as fast at 8k.  One sequence in clusters is a prototype's choice: a
+    seventh faster at 4k keys, and as fast at 1k and 16k, as all SMs with a second launch.  Blocks of one unit each are
+    two an SM, so that one reads while the other ends.
     """
     tiles = _row_tiles(shape)
     row_blocks = -(-shape.rows // (tiles * TILE_ROWS))
@@ -179,21 +170,27 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     units = shape.kv_heads * row_blocks
     split = not shape.alone and shape.batch <= MAX_SPLIT_BATCH and shape.positions * units < 2**30
     per_sm = device.shared_memory_per_block + 1024  # the system takes 1 KB of each block's
-    dealt = split and shape.batch == 1 and not shape.window
-    cluster = _cluster_blocks(shape, units, device) if split and not shape.window else 1
-    for min_blocks, warps, stages in (
-        *([(2, 4, 3), (2, 4, 2)] if cluster > 1 and shape.batch > 1 else []),
-        (1, 8, 6), (1, 8, 5), (1, 8, 4), (1, 8, 3), (2, 4, 3), (2, 4, 2), (1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 2, 2),
-        (1, 1, 2),
-    ):  # fmt: skip
+    one = split and shape.batch == 1 and not shape.window
+    cluster = (
+        one and device.arch not in SERIAL_ARCHS and shape.positions <= _CLUSTER_POSITIONS
+        and device.sm_count // 4 <= units * CLUSTER <= device.sm_count
+    )  # fmt: skip
+    first: tuple[tuple[int, int, int], ...]
+    if not split:
+        first = _TWO_BLOCKS
+    elif shape.positions * units <= _FEW_TILES and not cluster:
+        first = (*_FOUR_WARPS, *_EIGHT_WARPS)
+    else:
+        first = _EIGHT_WARPS
+    for min_blocks, warps, stages in (*first, *_ANY_SIZE):
         groups, together = (1, 1)
-        if cluster > 1:
-            groups, together = cluster, units
+        if cluster:
+            groups, together = CLUSTER, units
         elif split:
             groups, together = choose_groups(units, warps, shape.positions, device.sm_count * min_blocks)
         config = DecodeConfig(
             warps, stages, -(-rows // TILE_ROWS), rows, groups, together, min_blocks, split,
-            dealt=(dealt or cluster > 1) and together == units, cluster=cluster > 1,
+            dealt=one and together == units, cluster=cluster,
         )  # fmt: skip
         limit = min(per_sm // min_blocks - 1024, device.shared_memory_per_block)
         if config.shared_memory(shape) + _STATIC_BYTES <= limit:

@@ -41,16 +41,16 @@ def test_clusters_merge_one_sequence_where_there_are_any():
         chosen = choose_decode(shape, sim_device(arch))
         assert chosen.dealt and chosen.cluster == (arch not in ("sm_80", "sm_89"))
         assert not chosen.cluster or chosen.groups == 8
-    for other in (
-        {"batch": 2, "positions": 600},
-        {"batch": 64},
-        {"window": True},
-        {"positions": 10**5},
-        {"kv_heads": 1},
-    ):
+    for other in ({"batch": 4}, {"window": True}, {"positions": 10**5}, {"kv_heads": 1}, {"kv_heads": 64}):
         assert not choose_decode(dataclasses.replace(shape, **other), sim_device("sm_90a")).cluster
-    few = choose_decode(dataclasses.replace(shape, batch=4), sim_device("sm_90a"))
-    assert (few.warps, few.min_blocks, few.groups, few.together, few.dealt) == (4, 2, 4, 8, True)
+
+
+def test_few_keys_are_read_by_four_warps_a_block():
+    chosen = [
+        choose_decode(DecodeShape(4, 4, 8, 128, 128, 2, False, positions), sim_device("sm_90a"))
+        for positions in (128, 512, 1024)
+    ]
+    assert [(c.warps, c.stages, c.min_blocks) for c in chosen] == [(4, 6, 1), (4, 6, 1), (8, 3, 1)]
 
 
 def test_no_more_blocks_than_there_can_be_work():
