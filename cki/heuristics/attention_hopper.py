@@ -31,8 +31,6 @@ _L2_SHARE = 0.55
 #: Keys from which wide tiles of keys win although they waste more of the last one.
 _LONG_KEYS = 2048
 _REGISTER_FILE = 65536
-#: Registers of (producer, consumer) threads by the number of consumer warpgroups; 0 leaves the compiled number.
-_REGISTER_SHARES = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,19 @@ class HopperTiles:
         """Registers a thread at launch: what the compiler may use before setmaxnreg moves them."""
         return min(255, _REGISTER_FILE // (self.threads * self.blocks_per_sm) // 8 * 8)
 
-    @property
-    def register_shares(self) -> tuple[int, int]:
-        """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched."""
-        if self.blocks_per_sm == 1:
-            return _REGISTER_SHARES[self.consumers]
-        return 24, min(256, (_REGISTER_FILE // self.blocks_per_sm // 128 - 24) // self.consumers // 8 * 8)
+    def register_shares(self, paged: bool = False) -> tuple[int, int]:
+        """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched.
 
-    def shared_memory(self, head_dim: int, value_dim: int) -> int:
-        """Bytes: `SharedLayout` of shared_tiles.cuh.  Padded dimensions."""
+        paged: keys in a cache.
+        """
+        if self.consumers == self.blocks_per_sm == 1:
+            return 0, 0
+        producer = 32 if self.consumers == 3 else 40 if paged else 24  # a look into a block table takes some
+        consumer = (_REGISTER_FILE // self.blocks_per_sm // 128 - producer) // self.consumers // 8 * 8
+        return producer, min(240, consumer)
+
+    def shared_memory(self, head_dim: int, value_dim: int, packed: bool = False) -> int:
+        """Bytes: `SharedLayout` of shared_tiles.cuh.  Padded dimensions.  packed: sequences of their own lengths."""
 
         def pattern(nbytes: int) -> int:
             return -(-nbytes // 1024) * 1024
@@ -78,7 +80,7 @@ class HopperTiles:
         key_row = -(-head_dim * 2 // key_span(head_dim)) * key_span(head_dim)
         tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
         tiles += self.stages * self.block_keys * value_dim * 2
-        return tiles + 16 * (1 + 2 * self.stages + 2) + 8
+        return tiles + 16 * (1 + 2 * self.stages + 2 + 1) + 2 * (28 if packed else 4)
 
     def __str__(self) -> str:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
@@ -118,6 +120,31 @@ def heads_per_section(
 MIN_QUERIES = 64
 
 
+def _options(
+    head_dim: int, value_dim: int, wide_tiles: bool, is_plain: bool
+) -> list[tuple[HopperTiles, float]]:
+    """(tiles, time of a row of queries relative to the first) for each number of rows that a tile may have.
+
+    wide_tiles: many keys, none of which is hidden.
+    """
+    widest = max(head_dim, value_dim)
+    # More rows share the copies of keys and values, but few
+    # tiles leave SMs idle in the last round.
+    if widest <= 64:
+        options = [(HopperTiles(2, 128, 3), 1.2), (HopperTiles(1, 128, 2, False, "fixed", 2), 1.2)]
+        if is_plain:
+            options.insert(0, (HopperTiles(3, 128), 1.0))
+    else:
+        if widest <= 128:
+            block_keys = (176 if wide_tiles else 128) if is_plain else 112
+        elif widest <= 192:
+            block_keys = 96 if is_plain else 80
+        else:
+            block_keys = 80 if is_plain else 64
+        options = [(HopperTiles(2, block_keys), 1.0), (HopperTiles(1, block_keys, 2, False), 1.5)]
+    return options
+
+
 def choose_hopper_tiles(
     queries: int, keys: int, batch_heads: int, head_dim: int, value_dim: int, has_limits: bool, is_plain: bool,
     device: DeviceInfo,
@@ -128,21 +155,7 @@ def choose_hopper_tiles(
     Keys a tile depend on dimensions, keys and features only: they decide the order of sums, and a row's result must not
     change with the batch beside it.
     """
-    widest = max(head_dim, value_dim)
-    # (tiles, time of a row of queries relative to the first): more rows share the copies of keys and values, but few
-    # tiles leave SMs idle in the last round.
-    if widest <= 64:
-        options = [(HopperTiles(2, 128, 3), 1.2), (HopperTiles(1, 128, 2, False, "fixed", 2), 1.2)]
-        if is_plain:
-            options.insert(0, (HopperTiles(3, 128), 1.0))
-    else:
-        if widest <= 128:
-            block_keys = (176 if keys > _LONG_KEYS and not has_limits else 128) if is_plain else 112
-        elif widest <= 192:
-            block_keys = 96 if is_plain else 80
-        else:
-            block_keys = 80 if is_plain else 64
-        options = [(HopperTiles(2, block_keys), 1.0), (HopperTiles(1, block_keys, 2, False), 1.5)]
+    options = _options(head_dim, value_dim, keys > _LONG_KEYS and not has_limits, is_plain)
 
     def modelled_time(option: tuple[HopperTiles, float]) -> float:
         tiles, cost = option
@@ -157,6 +170,23 @@ def choose_hopper_tiles(
         return replace(tiles, schedule="single")
     # Drawing numbers costs a launch that zeroes the counter.
     return replace(tiles, schedule="dynamic" if has_limits or rounds > 4 else "fixed")
+
+
+def choose_packed_tiles(
+    tokens: int, sequences: int, heads: int, head_dim: int, value_dim: int, has_limits: bool, is_plain: bool,
+    device: DeviceInfo,
+) -> HopperTiles:  # fmt: skip
+    """Tiles for packed sequences, of which only the number is known: lengths are taken as spread around the mean.
+
+    Half a tile of each sequence is wasted then on average.  Keys a tile depend on dimensions and features only.
+    """
+    options = _options(head_dim, value_dim, False, is_plain)
+
+    def rounds(tiles: HopperTiles) -> float:
+        return (tokens / tiles.block_rows + sequences / 2) * heads / device.sm_count
+
+    tiles = min(options, key=lambda o: max(rounds(o[0]) + 0.5, 1.0) * o[0].block_rows * o[1])[0]
+    return replace(tiles, schedule="dynamic" if rounds(tiles) > tiles.blocks_per_sm else "single")
 
 
 def tuning_candidates(

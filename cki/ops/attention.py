@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from cki import dtypes
@@ -18,10 +17,12 @@ from cki.heuristics.attention import AttentionTiles, choose_tiles, heads_per_blo
 from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
-from cki.ops.attention_hopper import plan_hopper, preferred, workspace_of
+from cki.ops.attention_hopper import plan_hopper, preferred, preferred_packed, workspace_of
 from cki.ops.attention_rules import MAX_HEAD_DIM as MAX_HEAD_DIM
 from cki.ops.attention_rules import check_attention
 from cki.ops.call import call
+from cki.ops.packed_sequences import DENSE_ARGUMENTS, DENSE_CONSTANTS
+from cki.ops.packed_sequences import PackedSequences as PackedSequences
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
@@ -130,62 +131,6 @@ def _limits(
     return shift, left, right
 
 
-@dataclass(frozen=True)
-class PackedSequences:
-    """What makes one packed row of tokens a batch of sequences; all lengths stay on the device.
-
-    cu_seqlens_q: [sequences + 1].  key_offsets: cu_seqlens_k [sequences + 1], or beside a block_table [sequences,
-    columns] the number of keys of each sequence.  i32 or i64, any strides.
-    typical_queries: of one sequence; decides how tiles are cut, never a result.
-    """
-
-    cu_seqlens_q: Operand
-    key_offsets: Operand
-    block_table: Operand | None
-    typical_queries: int
-
-    @property
-    def sequences(self) -> int:
-        return self.cu_seqlens_q.shape[0] - 1
-
-    def key_length(self, k: Operand) -> int:
-        """Keys that a sequence can have at most."""
-        return (
-            k.shape[1] if self.block_table is None else min(k.shape[1] * self.block_table.shape[1], 2**30 - 1)
-        )
-
-    @staticmethod
-    def limits(causal: bool, window: tuple[int, int]) -> tuple[int | None, int | None]:
-        """(left, right) of `common/key_band.cuh`: with unknown lengths any limit may hide a key, short of 2**30."""
-        left, right = window[0], 0 if causal else window[1]
-        return (left if 0 <= left < 2**30 else None), (right if 0 <= right < 2**30 else None)
-
-    def constants(self, causal_alignment: str) -> dict[str, Any]:
-        table = self.block_table
-        return {
-            "kVarlen": True, "kPaged": table is not None, "kBottomRight": causal_alignment == "bottom_right",
-            "QueryOffset": self.cu_seqlens_q.dtype, "KeyOffset": self.key_offsets.dtype,
-            "TableIndex": dtypes.i32 if table is None else table.dtype,
-        }  # fmt: skip
-
-    def arguments(self, k: Operand) -> tuple[ArgumentValue, ...]:
-        """The kernel's last parameters."""
-        table = self.block_table
-        return (
-            self.cu_seqlens_q, self.key_offsets, NullPointer() if table is None else table,
-            self.cu_seqlens_q.strides[0], self.key_offsets.strides[0], *((0, 0) if table is None else table.strides),
-            self.sequences, k.shape[0], k.shape[1],
-        )  # fmt: skip
-
-
-#: The same for dense tensors, where nothing of it is compiled.
-_DENSE_CONSTANTS: dict[str, Any] = {
-    "kVarlen": False, "kPaged": False, "kBottomRight": False,
-    "QueryOffset": dtypes.i32, "KeyOffset": dtypes.i32, "TableIndex": dtypes.i32,
-}  # fmt: skip
-_DENSE_ARGUMENTS: tuple[ArgumentValue, ...] = (*(NullPointer(),) * 3, *(0,) * 7)
-
-
 def plan_attention(
     q: Operand,
     k: Operand,
@@ -231,11 +176,15 @@ def plan_attention(
         rows = packed.typical_queries * pack
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
-    if tiles is None and packed is None:
-        tiles = preferred(
-            q, k, v, bias, mask, has_limits=left is not None or right is not None,
-            is_plain=not scale_first and mask is None, device=device,
-        )  # fmt: skip
+    if tiles is None:
+        choice = {
+            "has_limits": left is not None or right is not None,
+            "is_plain": not scale_first and mask is None,
+        }
+        if packed is None:
+            tiles = preferred(q, k, v, bias, mask, device=device, **choice)
+        else:
+            tiles = preferred_packed(q, k, v, packed, device=device, **choice)
     if tiles is None:
         plain = not scale_first and mask is None and window[0] < 0
         paged = packed is not None and packed.block_table is not None
@@ -257,18 +206,14 @@ def plan_attention(
         queries, keys, heads, group, head_dim, value_dim, shift, left or 0, right or 0,
         scale, _LOG2E if scale_first else scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
+    packing = DENSE_CONSTANTS if packed is None else packed.constants(causal_alignment)
+    args += DENSE_ARGUMENTS if packed is None else packed.arguments(k)
     if isinstance(tiles, HopperTiles):
-        if packed is not None:
-            raise UnsupportedError(
-                "attention: the Hopper kernel", ["it takes no packed sequences"], "the generic kernel"
-            )
-        return plan_hopper(q, k, v, out, tiles, bias, mask, features, args, device)
+        return plan_hopper(q, k, v, out, tiles, bias, mask, packed, features | packing, args, device)
     if packed is None:
         blocks = -(-rows // tiles.block_rows) * (heads // pack) * batch
-        packing, packed_args = _DENSE_CONSTANTS, _DENSE_ARGUMENTS
-    else:  # see cuda_src/attention/packed_sequences.cuh
-        blocks = (queries * pack // tiles.block_rows + packed.sequences + 2) * (heads // pack)
-        packing, packed_args = packed.constants(causal_alignment), packed.arguments(k)
+    else:
+        blocks = packed.slots(queries * pack, tiles.block_rows) * (heads // pack)
     if blocks >= 2**31:
         raise UnsupportedError(
             f"attention: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "a smaller batch"
@@ -284,7 +229,7 @@ def plan_attention(
         f"{pack} heads a block, copies of {kernel.constant('kCopyBytes')} bytes"
     )
     smem = tiles.shared_memory(padded(head_dim), padded(value_dim), itemsize, packing["kPaged"])
-    return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args + packed_args, smem, reason=reason),)
+    return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args, smem, reason=reason),)
 
 
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:

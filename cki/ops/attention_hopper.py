@@ -6,6 +6,7 @@ so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,30 +19,38 @@ from cki.heuristics.attention_hopper import (
     SCHEDULES,
     HopperTiles,
     choose_hopper_tiles,
+    choose_packed_tiles,
     heads_per_section,
     key_span,
     value_span,
 )
 from cki.kernel import kernel_spec
 from cki.operand import Operand, dense
+from cki.ops.packed_sequences import PackedSequences
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 #: Parameters before and after those that the generic kernel has too.
-_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "ii"
+_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "ii"
 _ARCH = "sm_90a"
+#: Keys that one TMA copy brings at least: whole patterns of every swizzle.
+_BOX_KEYS = 16
 #: The workspace slot of the dynamic schedule's counter, and its bytes.
 COUNTER = ("attention_work_counter", 4)
 
 
-def hopper_obstacles(q: Operand, k: Operand, v: Operand, device: DeviceInfo) -> list[str]:
+def hopper_obstacles(
+    q: Operand, k: Operand, v: Operand, device: DeviceInfo, packed: PackedSequences | None = None
+) -> list[str]:
     """Every reason why the Hopper kernel cannot compute attention over these operands; empty when it can."""
     found = []
     if device.arch != _ARCH:
         found.append(f"it needs {_ARCH}, the device is {device.arch}")
     if q.dtype not in (dtypes.f16, dtypes.bf16):
         found.append(f"q has dtype {q.dtype}: it takes f16 and bf16")
-    if not k.shape[1]:
+    if not k.shape[0] * k.shape[1]:
         found.append("there is no key")
+    if packed is not None and packed.block_table is not None and k.shape[1] % _BOX_KEYS:
+        found.append(f"the cache has blocks of {k.shape[1]} keys, not a multiple of {_BOX_KEYS}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.strides[3] != 1 and tensor.shape[3] != 1:
             found.append(f"{name} has stride {tensor.strides[3]} along head_dim, not 1")
@@ -66,6 +75,19 @@ def preferred(
         return None
     return choose_hopper_tiles(
         queries, k.shape[1], batch * heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
+    )
+
+
+def preferred_packed(
+    q: Operand, k: Operand, v: Operand, packed: PackedSequences, *, has_limits: bool, is_plain: bool,
+    device: DeviceInfo,
+) -> HopperTiles | None:  # fmt: skip
+    """The same for packed sequences."""
+    if packed.typical_queries < MIN_QUERIES or hopper_obstacles(q, k, v, device, packed):
+        return None
+    _, tokens, heads, head_dim = q.shape
+    return choose_packed_tiles(
+        tokens, packed.sequences, heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
     )
 
 
@@ -98,6 +120,7 @@ def plan_hopper(
     tiles: HopperTiles,
     bias: Operand | None,
     mask: Operand | None,
+    packed: PackedSequences | None,
     features: Mapping[str, Any],
     arguments: tuple[ArgumentValue, ...],
     device: DeviceInfo,
@@ -107,7 +130,7 @@ def plan_hopper(
     features, arguments: the constants and arguments that the generic kernel has too.
     The dynamic schedule needs the workspace COUNTER.  UnsupportedError names every obstacle.
     """
-    obstacles = hopper_obstacles(q, k, v, device)
+    obstacles = hopper_obstacles(q, k, v, device, packed)
     for name, tensor in (("bias", bias), ("mask", mask)):
         if tensor is not None and _key_stride(tensor) not in (0, 1):
             obstacles.append(f"{name} has stride {_key_stride(tensor)} along the keys, not 1 or 0")
@@ -117,7 +140,14 @@ def plan_hopper(
     keys, kv_heads, value_dim = v.shape[1:]
     group, itemsize = heads // kv_heads, q.dtype.itemsize
     key_columns, value_columns = padded(head_dim), padded(value_dim)
-    row_blocks = -(-queries // tiles.block_rows)
+    box_keys = tiles.block_keys
+    if packed is None:
+        row_blocks = -(-queries // tiles.block_rows)
+    else:
+        row_blocks = packed.slots(queries, tiles.block_rows)
+        keys = packed.mean_keys(k)
+        if packed.block_table is not None:  # a box lies within one block
+            box_keys = math.gcd(k.shape[1], tiles.block_keys)
     work = row_blocks * heads * batch
     if work >= 2**31 - 2**20:  # numbers drawn past the last one must fit too
         raise UnsupportedError(
@@ -127,13 +157,15 @@ def plan_hopper(
     blocks = work if tiles.schedule == "single" else min(work, resident)
     kv_bytes = keys * (head_dim + value_dim) * itemsize
     section = heads_per_section(kv_bytes, group, batch * heads, row_blocks, resident, device)
-    producer_registers, consumer_registers = tiles.register_shares
+    is_paged = packed is not None and packed.block_table is not None
+    producer_registers, consumer_registers = tiles.register_shares(is_paged)
     kernel = kernel_spec(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
         kStages=tiles.stages, kPingPong=tiles.ping_pong, kSchedule=SCHEDULES.index(tiles.schedule),
-        kMinBlocks=tiles.blocks_per_sm, kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
+        kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
+        kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),
         kMaskKeyStride=_key_stride(mask), kMaskPair=_has_pairs(mask, keys),
         kWideStore=out.strides[3] == 1 and value_dim % 8 == 0 and out.is_aligned(16),
@@ -143,12 +175,13 @@ def plan_hopper(
     key_box, value_box = key_span(key_columns) // itemsize, value_span(value_columns) // itemsize
     maps = (
         _tensor_map(q, tiles.block_rows, key_box),
-        _tensor_map(k, tiles.block_keys, key_box),
-        _tensor_map(v, tiles.block_keys, value_box),
+        _tensor_map(k, box_keys, key_box),
+        _tensor_map(v, box_keys, value_box),
     )
     step = Step(
         kernel, (blocks, 1, 1), (tiles.threads, 1, 1), (*maps, counter, *arguments, batch, section),
-        tiles.shared_memory(key_columns, value_columns), programmatic=is_dynamic, reason=f"wgmma and TMA, {tiles}",
+        tiles.shared_memory(key_columns, value_columns, packed is not None), programmatic=is_dynamic,
+        reason=f"wgmma and TMA, {tiles}",
     )  # fmt: skip
     if not is_dynamic:
         return (step,)

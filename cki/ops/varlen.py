@@ -1,6 +1,6 @@
 """Attention over packed sequences of any lengths, with keys packed too or in a paged cache.
 
-The kernel is `cuda_src/attention/attention.cu`, compiled for packed sequences.
+The kernels are those of dense tensors (`cki.ops.attention`), compiled for packed sequences.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from typing import Any
 from cki import config, dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
+from cki.heuristics.attention import AttentionTiles
+from cki.heuristics.attention_hopper import HopperTiles
 from cki.kernel import KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
+from cki.ops.attention_hopper import workspace_of
 from cki.ops.cache_arguments import imported
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
@@ -103,7 +106,13 @@ def _as_batch_of_one(tensor: Operand) -> Operand:
     return tensor if tensor.ndim == 4 else tensor.view((1, *tensor.shape), (0, *tensor.strides))
 
 
-def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
+def plan(
+    problem: Problem,
+    outputs: Mapping[str, Operand],
+    device: DeviceInfo,
+    tiles: AttentionTiles | HopperTiles | None = None,
+) -> Plan:
+    """tiles: instead of the heuristics' choice (benchmarks, tests)."""
     q, k, v, out = (_as_batch_of_one(t) for t in (problem["q"], problem["k"], problem["v"], outputs["out"]))
     offsets, longest = problem["cu_seqlens_q"], problem.attribute("max_seqlen_q")
     packed = PackedSequences(
@@ -111,12 +120,11 @@ def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) 
         -(-q.shape[1] // max(offsets.shape[0] - 1, 1)) if longest is None else longest,
     )  # fmt: skip
     options = {n: problem.attribute(n) for n in ("causal", "causal_alignment", "scale", "window", "softcap")}
-    return Plan(
-        plan_attention(
-            q, k, v, out, lse=outputs.get("lse"), device=device, packed=packed, sinks=problem.get("sinks"),
-            alibi_slopes=problem.get("alibi_slopes"), **options,
-        )
+    steps = plan_attention(
+        q, k, v, out, lse=outputs.get("lse"), device=device, packed=packed, sinks=problem.get("sinks"),
+        alibi_slopes=problem.get("alibi_slopes"), tiles=tiles, **options,
     )  # fmt: skip
+    return Plan(steps, workspace_of(steps))
 
 
 VARLEN_ATTENTION = OpSpec(
@@ -133,7 +141,7 @@ VARLEN_ATTENTION = OpSpec(
     outputs=("out", "lse"),
     check=check_varlen,
     infer=_infer,
-    plan=_plan,
+    plan=plan,
 )  # fmt: skip
 
 
@@ -142,8 +150,16 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     device = sim_device(arch)
     found: dict[KernelSpec, None] = {}
 
-    def add(dtype: DType, dim: int, *, block_size: int = 0, longest: int = 512, **features: Any) -> None:
-        q = dense("q", (1, 4096, 8, dim), dtype)
+    def add(
+        dtype: DType,
+        dim: int,
+        *,
+        block_size: int = 0,
+        longest: int = 512,
+        tokens: int = 4096,
+        **features: Any,
+    ) -> None:
+        q = dense("q", (1, tokens, 8, dim), dtype)
         k = dense("k", (1024, block_size, 2, dim) if block_size else (1, 4096, 2, dim), dtype)
         table = dense("block_table", (8, 64), dtypes.i32) if block_size else None
         lengths = dense("seq_lens", (8,), dtypes.i32)
@@ -163,6 +179,10 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     add(f32, 128, causal=True)
     add(f32, 256, block_size=16, **everything)
     add(f16, 64)
+    for block_size in (0, 16, 64):
+        add(bf16, 64, block_size=block_size, tokens=65536, causal=True)
+    for dim in (64, 128):
+        add(bf16, dim, longest=16, causal=True)
     add(f16, 96, block_size=16)
     add(bf16, 128, longest=1, block_size=16, causal=True)
     add(f16, 5, block_size=3, causal=True)

@@ -9,23 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cki import dtypes
+from cki import dtypes, tensor_map
 from cki.device import sim_device
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import choose_tiles
-from cki.heuristics.attention_hopper import HopperTiles
+from cki.heuristics.attention_hopper import HopperTiles, choose_packed_tiles
 from cki.kernel import ARCHITECTURES
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
-from cki.plan import NullPointer, Step
+from cki.plan import NullPointer, Step, TensorMapArg
 
 DEVICE = sim_device("sm_90a")
 
 
 def plan(
     tokens: int = 4096, keys: int = 4096, heads: int = 8, kv_heads: int = 2, dim: int = 64, batch: int = 8,
-    typical: int = 512, block_size: int = 0, blocks: int = 500, columns: int = 64, arch: str = "sm_90a", **options: Any,
+    typical: int = 512, block_size: int = 0, blocks: int = 500, columns: int = 64, arch: str = "sm_100a",
+    **options: Any,
 ) -> Step:  # fmt: skip
+    """The attention kernel's step; sm_100a has the generic one alone."""
     q = dense("q", (1, tokens, heads, dim), dtypes.bf16)
     k = dense(
         "k", (blocks, block_size, kv_heads, dim) if block_size else (1, keys, kv_heads, dim), dtypes.bf16
@@ -33,8 +35,7 @@ def plan(
     table = dense("block_table", (batch, columns), dtypes.i64) if block_size else None
     lengths = dense("lengths", (batch if block_size else batch + 1,), dtypes.i32)
     packed = PackedSequences(dense("cu_seqlens_q", (batch + 1,), dtypes.i32), lengths, table, typical)
-    (step,) = plan_attention(q, k, k, q, device=sim_device(arch), packed=packed, **options)
-    return step
+    return plan_attention(q, k, k, q, device=sim_device(arch), packed=packed, **options)[-1]
 
 
 def test_the_grid_follows_from_tokens_and_batch_alone():
@@ -114,9 +115,58 @@ def test_more_blocks_than_a_grid_holds_are_refused():
         plan(tokens=2**29, heads=128, kv_heads=128, typical=1, batch=2)
 
 
-def test_the_hopper_kernel_takes_no_packed_sequences():
-    with pytest.raises(UnsupportedError, match="packed sequences"):
-        plan(tiles=HopperTiles(2, 128))
+# The Hopper kernel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True), ({"typical": 64}, True), ({"typical": 63}, False), ({"arch": "sm_80"}, False), ({"dim": 20}, False),
+        ({"block_size": 16}, True), ({"block_size": 48}, True), ({"block_size": 256}, True), ({"block_size": 8}, False),
+        ({"block_size": 24}, False), ({"keys": 0}, False), ({"block_size": 16, "blocks": 0}, False),
+    ],
+)  # fmt: skip
+def test_the_hopper_kernel_is_taken_unasked_where_it_can_be(change, taken):
+    step = plan(**{"arch": "sm_90a"} | change)
+    assert (step.kernel.entry == "attention_hopper") is taken
+
+
+@pytest.mark.parametrize(
+    ("block_size", "box"), [(0, 128), (16, 16), (48, 16), (64, 64), (128, 128), (256, 128)]
+)
+def test_a_step_of_the_hopper_kernel_is_complete(block_size, box):
+    step = plan(arch="sm_90a", causal=True, block_size=block_size, dim=128)
+    assert len(step.args) == len(step.kernel.params)
+    for letter, value in zip(step.kernel.params, step.args):
+        kinds = {"T": TensorMapArg, "P": (Operand, NullPointer), "q": int, "i": int, "f": float}[letter]
+        assert isinstance(value, kinds), (letter, value)
+    maps = [a for a in step.args if isinstance(a, TensorMapArg)]
+    assert [m.box for m in maps] == [(64, 128, 1, 1), (64, box, 1, 1), (64, box, 1, 1)]
+    assert all(tensor_map.problems(1 << 20, m) == [] for m in maps)
+    assert step.kernel.constant("kBoxKeys") == box
+    assert step.grid == (132, 1, 1) and step.programmatic
+    assert step.smem == HopperTiles(2, 128).shared_memory(128, 128) + 2 * 24
+
+
+def test_keys_a_hopper_tile_do_not_depend_on_lengths_and_caches():
+    steps = [
+        plan(tokens=n, batch=b, keys=n, block_size=s, dim=128, arch="sm_90a")
+        for n, b, s in itertools.product((64, 1000, 10**6), (1, 9, 500), (0, 16, 64))
+    ]
+    assert {step.kernel.constant("kBlockKeys") for step in steps} == {128}
+
+
+def test_short_sequences_get_small_hopper_tiles():
+    rows = {
+        n: choose_packed_tiles(16384, 16384 // n, 32, 64, 64, False, True, DEVICE).block_rows
+        for n in (64, 2048)
+    }
+    assert rows == {64: 64, 2048: 192}
+
+
+def test_what_the_hopper_kernel_does_not_take_is_named():
+    with pytest.raises(UnsupportedError, match="blocks of 8 keys, not a multiple of 16"):
+        plan(arch="sm_90a", block_size=8, tiles=HopperTiles(2, 128))
 
 
 def test_no_tokens_need_no_launch():

@@ -3,7 +3,7 @@
 //   q [batch, queries, heads, head_dim]    k [batch, keys, kv_heads, head_dim]    v [batch, keys, kv_heads, value_dim]
 //   out [batch, queries, heads, value_dim] lse [batch, heads, queries] fp32, natural logarithm, row-major, may be null
 // f16 or bf16. The same function as attention/attention.cu, with the same rules for logits; query head h reads KV head
-// h / group.
+// h / group. kVarlen and kPaged as there: sequences packed one behind the other, keys in a cache of blocks.
 //
 // Roles (FlashAttention-3: Shah et al., arXiv 2407.08608). Warpgroup 0 is the producer: one thread keeps TMA copies of Q, K
 // and V in flight through rings of stages, and the other registers go to the consumers (setmaxnreg). Each consumer
@@ -14,16 +14,25 @@
 // kPingPong the warpgroups take turns at starting products (named barriers), so that one's softmax runs beside
 // another's products.
 //
+// A cache's unused slots may hold anything, also in the first tile of every row block: values there are zeroed by the
+// producer before it hands them over. For packed sequences they are the next one's tokens, which are finite but for errors.
+//
+// Packed sequences: row blocks begin at their sequence's first token, and so do tiles of keys. A tile that reaches past the
+// sequence's end holds the next one's rows, hidden keys like any other. A cache's blocks come as one TMA box each, or
+// several; those past the end as zeros. packed_work.cuh says how a block finds its sequence.
+//
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
 #include "attention/hopper/epilogue.cuh"
 #include "attention/hopper/finish_logits.cuh"
 #include "attention/hopper/key_range.cuh"
+#include "attention/hopper/packed_work.cuh"
 #include "attention/hopper/products.cuh"
 #include "attention/hopper/repair.cuh"
 #include "attention/hopper/scheduler.cuh"
 #include "attention/hopper/shared_tiles.cuh"
 #include "attention/hopper/softmax.cuh"
 #include "attention/logits.cuh"
+#include "attention/paged_tile.cuh"
 #include "common/key_band.cuh"
 #include "common/online_softmax.cuh"
 #include "common/stage_ring.cuh"
@@ -55,13 +64,16 @@ struct Features {
   static constexpr int kBiasKeyStride = ::kBiasKeyStride, kMaskKeyStride = ::kMaskKeyStride;
   static constexpr bool kBiasPair = ::kBiasPair, kMaskPair = ::kMaskPair;
 };
-// Whether a key that exists may be hidden from a row.
-constexpr bool kHides = kLimitLeft || kLimitRight || kBias || kMask;
+// Whether a key that exists may be hidden from a row; the next sequence's keys are.
+constexpr bool kHides = kVarlen || kLimitLeft || kLimitRight || kBias || kMask;
 // Whether the rows of a warpgroup may see different keys in another tile than the one that holds the last key.
 constexpr bool kHasLimits = kLimitLeft || kLimitRight;
 // Order of a step's softmax. Wide outputs take many instructions to rescale: row by row, the first row's run beside the
 // second row's exponentials.
 constexpr bool kRowByRow = kValueDim > 128;
+
+static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
+static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 
 // A compile-time choice as an argument of a lambda.
 template <bool kChoice>
@@ -74,8 +86,11 @@ using Range = KeyRange<kBlockKeys>;
 using QueryTile = SlabTile<kBlockRows, kHeadDim, kKeySpan>;
 using KeyTile = SlabTile<kBlockKeys, kHeadDim, kKeySpan>;
 using ValueTile = SlabTile<kBlockKeys, kValueDim, kValueSpan>;
-using Layout = SharedLayout<QueryTile, KeyTile, ValueTile, kStages>;
-using Source = WorkSource<static_cast<Schedule>(kSchedule)>;
+using Layout = SharedLayout<QueryTile, KeyTile, ValueTile, kStages,
+                            static_cast<int>(kVarlen ? sizeof(SequenceTile) : sizeof(int))>;
+using DenseWork = WorkSource<static_cast<Schedule>(kSchedule)>;
+using Sequences = SequenceList<kBlockRows, kPaged, QueryOffset, KeyOffset>;
+using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRight, Sequences>;
 
 // What a consumer's thread keeps of its two rows from tile to tile.
 struct Rows {
@@ -106,18 +121,47 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     i64 bias_batch, i64 bias_head, i64 bias_query, i64 bias_key,  //
     i64 mask_batch, i64 mask_head, i64 mask_query, i64 mask_key,  //
     i64 sinks_stride, i64 slopes_stride,                         //
-    int queries, int keys, int heads, int group, int head_dim, int value_dim, int shift, int left, int right,
-    float scale, float exponent_scale, float softcap, float softcap_rate,  //
-    int batches, int section_heads) {
+    int query_length, int key_length, int heads, int group, int head_dim, int value_dim, int dense_shift, int left,
+    int right, float scale, float exponent_scale, float softcap, float softcap_rate,  //
+    const QueryOffset* __restrict__ cu_seqlens_q, const KeyOffset* __restrict__ key_offsets,
+    const TableIndex* __restrict__ block_table,                                     //
+    i64 q_offset_stride, i64 key_offset_stride, i64 table_batch, i64 table_column,  //
+    int sequences, int blocks, int block_size, int batches, int section_heads) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
 
   StageRing<1> query_ring(smem + Layout::kQueryRing);
   StageRing<kStages> key_ring(smem + Layout::kKeyRing), value_ring(smem + Layout::kValueRing);
-  const WorkOrder order{(queries + kBlockRows - 1) / kBlockRows, heads, heads * batches, section_heads};
-  Source work(order.total(), counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
-  const Band band{keys, shift, left, right};
+  StageRing<1> tail(smem + Layout::kTailRing);
+  const Sequences packed{
+      {cu_seqlens_q, q_offset_stride, sequences, query_length, 1}, key_offsets, key_offset_stride, key_length};
+  const int row_blocks = kVarlen ? packed.segments.slots() : (query_length + kBlockRows - 1) / kBlockRows;
+  const WorkOrder order{row_blocks, heads, heads * batches, section_heads};
+  auto work = [&] {
+    if constexpr (kVarlen) {
+      return PackedWork(packed, order, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
+    } else {
+      return DenseWork(order.total(), counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
+    }
+  }();
+  // Dense tensors: a sequence is a batch, and all are alike. Packed ones are a batch of one, in which each begins somewhere.
+  const auto tile_of = [&](const auto& source) {
+    if constexpr (kVarlen) {
+      return source.tile;
+    } else {
+      const WorkTile tile = order.tile<kLimitRight>(source.number);
+      return SequenceTile{tile.row_block, tile.head, tile.batch, 0, query_length, 0, key_length};
+    }
+  };
+  const auto batch_of = [](const SequenceTile& tile) { return kVarlen ? 0 : tile.sequence; };
+  const auto band_of = [&](const SequenceTile& tile) {
+    const int shift = kVarlen ? (kBottomRight ? tile.keys - tile.queries : 0) : dense_shift;
+    return Band{tile.keys, shift, left, right};
+  };
+  const auto table_row_of = [&](const SequenceTile& tile) {
+    return BlockRow<TableIndex>{block_table + tile.sequence * table_batch, table_column, blocks, block_size};
+  };
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&q_map);
@@ -127,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
     work.ring.initialise(4 * kConsumers);
+    if constexpr (kPaged) tail.initialise(1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -134,38 +179,79 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x >= 32 || !ptx::elect_one()) return;
-    const auto load_keys = [&](int tile, int kv_head, int batch) {
-      key_ring.wait_empty();
-      load_tile<KeyTile>(smem + Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map,
-                         key_ring.full + key_ring.stage, tile * kBlockKeys, kv_head, batch);
-      key_ring.advance();
-    };
-    while (work.has_work()) {
-      const WorkTile tile = order.tile<kLimitRight>(work.number);
+    if (threadIdx.x >= 32) return;
+    // One thread waits and copies; for packed sequences the rest of its warp helps to search. It must not wait too: a lane
+    // that falls behind would miss a phase.
+    bool is_issuer = ptx::elect_one();
+    if constexpr (!kVarlen) {
+      if (!is_issuer) return;
+      is_issuer = true;
+    }
+    for (work.begin_producer(); work.has_work(); work.next_of_producer()) {
+      const SequenceTile tile = tile_of(work);
+      const Band band = band_of(tile);
       const int first_row = tile.row_block * kBlockRows;
-      const Range range(band, first_row, min(first_row + kBlockRows, queries));
-      const int kv_head = tile.head / group;
+      const Range range(band, first_row, min(first_row + kBlockRows, tile.queries));
       if (range.is_empty()) {
         work.draw();
-      } else {
-        load_keys(range.end_tile - 1, kv_head, tile.batch);
-        query_ring.wait_empty();
-        load_tile<QueryTile>(smem + Layout::kQueries, &q_map, query_ring.full, first_row, tile.head, tile.batch);
-        query_ring.advance();
-        for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
-          if (j > range.begin_tile) {
-            load_keys(j - 1, kv_head, tile.batch);
-          } else {
-            work.draw();
-          }
-          value_ring.wait_empty();
-          load_tile<ValueTile>(smem + Layout::kValues + value_ring.stage * ValueTile::kBytes, &v_map,
-                               value_ring.full + value_ring.stage, j * kBlockKeys, kv_head, tile.batch);
-          value_ring.advance();
-        }
+        continue;
       }
-      work.next_of_producer();
+      const int kv_head = tile.head / group;
+      // A lane's box of a tile of keys in a cache: looked up before the wait for room, which hides it.
+      const auto find_box = [&](int j) {
+        KeyPlace box{-1, 0};
+        if constexpr (kPaged) {
+          const int key = j * kBlockKeys + static_cast<int>(threadIdx.x) * kBoxKeys;
+          if (static_cast<int>(threadIdx.x) * kBoxKeys < kBlockKeys && key < band.keys) box = table_row_of(tile).find(key);
+        }
+        return box;
+      };
+      const auto load_rows = [&](auto type, int place, const TensorMap* map, u64* full, int j, const KeyPlace& box) {
+        using Type = decltype(type);
+        if constexpr (kPaged) {
+          load_paged_tile<Type, kBoxKeys>(smem + place, map, full, box, kv_head, is_issuer);
+        } else if (is_issuer) {
+          load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, kv_head, batch_of(tile));
+        }
+      };
+      const auto load_keys = [&](int j, const KeyPlace& box) {
+        if (is_issuer) key_ring.wait_empty();
+        load_rows(KeyTile{}, Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map, key_ring.full + key_ring.stage, j,
+                  box);
+        key_ring.advance();
+      };
+      KeyPlace box = find_box(range.end_tile - 1);
+      load_keys(range.end_tile - 1, box);
+      if (is_issuer) {
+        query_ring.wait_empty();
+        load_tile<QueryTile>(smem + Layout::kQueries, &q_map, query_ring.full, tile.first_query + first_row, tile.head,
+                             batch_of(tile));
+      }
+      query_ring.advance();
+      for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
+        const KeyPlace box_of_values = box;
+        if (j > range.begin_tile) {
+          box = find_box(j - 1);
+          load_keys(j - 1, box);
+        } else {
+          work.draw();
+        }
+        if (is_issuer) value_ring.wait_empty();
+        const int place = Layout::kValues + value_ring.stage * ValueTile::kBytes;
+        const int unused = (j + 1) * kBlockKeys - band.keys;  // keys of the tile that do not exist
+        if (kPaged && unused > 0 && band.keys % block_size != 0) {
+          load_rows(ValueTile{}, place, &v_map, tail.full, j, box_of_values);
+          if (is_issuer) tail.wait_full();
+          tail.advance();
+          __syncwarp();
+          const int first_row = kBlockKeys - unused;
+          clear_rows<ValueTile>(smem + place, first_row, first_row + min(unused, block_size - band.keys % block_size));
+          if (is_issuer) ptx::mbarrier_arrive(value_ring.full + value_ring.stage);
+        } else {
+          load_rows(ValueTile{}, place, &v_map, value_ring.full + value_ring.stage, j, box_of_values);
+        }
+        value_ring.advance();
+      }
     }
     return;
   }
@@ -175,6 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32 % 4, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);
+  Band band{};
   const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
   const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * kGroupRows * kKeySpan);
   const u64 keys_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kKeys);
@@ -269,8 +356,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     scale_rows(rows.output, correction);
   };
 
-  for (; work.has_work(); work.next_of_consumer()) {
-    const WorkTile tile = order.tile<kLimitRight>(work.number);
+  for (work.begin_consumer(); work.has_work(); work.next_of_consumer()) {
+    const SequenceTile tile = tile_of(work);
+    const int queries = tile.queries;
+    band = band_of(tile);
     const int first_row = tile.row_block * kBlockRows;
     const int group_row = first_row + consumer * kGroupRows;
     const Range block(band, first_row, min(first_row + kBlockRows, queries));
@@ -284,9 +373,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       rows.query[r].query = query;
       if constexpr (kAlibi) rows.query[r].slope = alibi_slopes[tile.head * slopes_stride];
       if constexpr (kBias)
-        rows.query[r].bias = bias + tile.batch * bias_batch + tile.head * bias_head + query * bias_query;
+        rows.query[r].bias = bias + batch_of(tile) * bias_batch + tile.head * bias_head + query * bias_query;
       if constexpr (kMask)
-        rows.query[r].mask = mask + tile.batch * mask_batch + tile.head * mask_head + query * mask_query;
+        rows.query[r].mask = mask + batch_of(tile) * mask_batch + tile.head * mask_head + query * mask_query;
     }
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) rows.output[i] = 0.0f;
@@ -326,7 +415,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     }
 
     // Epilogue.
-    const i64 out_offset = tile.batch * out_batch + tile.head * out_head;
+    const auto origin_of = [&](i64 batch_stride, i64 sequence_stride, i64 head_stride) {
+      return batch_of(tile) * batch_stride + tile.first_query * sequence_stride + tile.head * head_stride;
+    };
+    const i64 out_offset = origin_of(out_batch, out_sequence, out_head);
     float factor[2], log_sum_exp[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -336,7 +428,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       factor[r] *= softmax.normalizer();
       log_sum_exp[r] = softmax.log_sum_exp();
       if (lse != nullptr && lane % 4 == 0 && row + 8 * r < queries) {
-        lse[(static_cast<i64>(tile.batch) * heads + tile.head) * queries + row + 8 * r] = log_sum_exp[r];
+        lse[(static_cast<i64>(batch_of(tile)) * heads + tile.head) * query_length + tile.first_query + row + 8 * r] =
+            log_sum_exp[r];
       }
     }
     u32 to_repair[2] = {0, 0};  // lanes whose part of the row is not finite
@@ -369,14 +462,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
           QueryRow<BiasElement> one = rows.query[r];
           one.query = group_row + warp * 16 + 8 * r + lane_of_row / 4;
           if constexpr (kBias)
-            one.bias = bias + tile.batch * bias_batch + tile.head * bias_head + one.query * bias_query;
+            one.bias = bias + batch_of(tile) * bias_batch + tile.head * bias_head + one.query * bias_query;
           if constexpr (kMask)
-            one.mask = mask + tile.batch * mask_batch + tile.head * mask_head + one.query * mask_query;
-          const RowOperands<Element> at{
-              q + tile.batch * q_batch + tile.head * q_head + one.query * q_sequence,
-              k + tile.batch * k_batch + tile.head / group * k_head, k_sequence,
-              v + tile.batch * v_batch + tile.head / group * v_head, v_sequence,
-              out + out_offset + one.query * out_sequence, out_dim};
+            one.mask = mask + batch_of(tile) * mask_batch + tile.head * mask_head + one.query * mask_query;
+          const auto rows_of = [&](const Element* tensor, i64 batch_stride, i64 sequence_stride, i64 head_stride) {
+            tensor += tile.head / group * head_stride;
+            if constexpr (kPaged) {
+              return PagedRows<Element, TableIndex>{tensor, batch_stride, sequence_stride, table_row_of(tile)};
+            } else {
+              return StridedRows<Element>{tensor + batch_of(tile) * batch_stride + tile.first_key * sequence_stride,
+                                          sequence_stride};
+            }
+          };
+          using KeyRows = decltype(rows_of(k, k_batch, k_sequence, k_head));
+          const RowOperands<Element, KeyRows> at{q + origin_of(q_batch, q_sequence, q_head) + one.query * q_sequence,
+                                                   rows_of(k, k_batch, k_sequence, k_head),
+                                                   rows_of(v, v_batch, v_sequence, v_head),
+                                                   out + out_offset + one.query * out_sequence, out_dim};
           compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
                                            __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row));
         }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention/logits.cuh"
+#include "attention/paged_tile.cuh"
 #include "common/convert_element.cuh"
 #include "common/online_softmax.cuh"
 #include "common/reduce.cuh"
@@ -25,21 +26,44 @@ __device__ __forceinline__ bool is_finite_row(const float (&output)[kCount], int
   return zero == 0.0f;
 }
 
-// Where one row's operands begin.
+// Where the row of a key lies, by its number: one behind the other, or in a cache of blocks.
 template <class Element>
+struct StridedRows {
+  static constexpr bool kMayMiss = false;
+  const Element* first;
+  i64 stride;
+
+  __device__ __forceinline__ const Element* operator()(int key) const { return first + key * stride; }
+};
+
+template <class Element, class TableIndex>
+struct PagedRows {
+  static constexpr bool kMayMiss = true;
+  const Element* first;
+  i64 block_stride;
+  i64 slot_stride;
+  BlockRow<TableIndex> blocks;
+
+  // Null where zeros stand for the key.
+  __device__ __forceinline__ const Element* operator()(int key) const {
+    const KeyPlace place = blocks.find(key);
+    return place.block < 0 ? nullptr : first + place.block * block_stride + place.slot * slot_stride;
+  }
+};
+
+// Where one row's operands are.
+template <class Element, class KeyRows>
 struct RowOperands {
   const Element* query;
-  const Element* keys;
-  i64 key_stride;
-  const Element* values;
-  i64 value_stride;
+  KeyRows keys;
+  KeyRows values;
   Element* out;
   i64 out_dim;
 };
 
 // By a whole warp. log_sum_exp: of the row, finite. kColumns: at least value_dim, a multiple of 16.
-template <class Features, int kColumns, class Element, class Band, class BiasElement>
-__device__ __forceinline__ void compute_row(const RowOperands<Element>& at, int head_dim, int value_dim,
+template <class Features, int kColumns, class Element, class KeyRows, class Band, class BiasElement>
+__device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows>& at, int head_dim, int value_dim,
                                             const QueryRow<BiasElement>& row, const Band& band, const LogitRules& rules,
                                             float log_sum_exp) {
   constexpr float kLog2e = 1.44269504088896340736f;
@@ -55,9 +79,11 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element>& at, int 
       // The same in all lanes; the shuffle tells the compiler, which else prepares all that follows for a split warp.
       if (__shfl_sync(kFullWarp, is_visible<Features>(key, row, rules), 0) == 0) continue;
     }
+    const Element* key_row = at.keys(key);
+    if (KeyRows::kMayMiss && key_row == nullptr) continue;  // its value is zero
     float score = 0.0f;
     for (int d = lane; d < head_dim; d += 32) {
-      score = fmaf(to_float(at.query[d]), to_float(at.keys[key * at.key_stride + d]), score);
+      score = fmaf(to_float(at.query[d]), to_float(key_row[d]), score);
     }
     score = warp_sum(score);
     float logit = score * rules.scale;
@@ -65,11 +91,12 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element>& at, int 
     if constexpr (Features::kAlibi) logit -= row.slope * fabsf(static_cast<float>(row.query + band.shift - key));
     if constexpr (Features::kBias) logit += to_float(row.bias[key * rules.bias_stride]);
     const float weight = ptx::ex2_approx((logit - log_sum_exp) * kLog2e);
+    const Element* value_row = at.values(key);
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i) {
       const int column = lane + 32 * i;
       if (column >= value_dim) continue;
-      const float value = to_float(at.values[key * at.value_stride + column]);
+      const float value = to_float(value_row[column]);
       // A weight too small for fp32 must not turn an infinity into NaN.
       sums[i] = fabsf(value) < positive_infinity() ? fmaf(weight, value, sums[i]) : sums[i] + value;
     }

@@ -28,6 +28,17 @@ struct WorkTile {
   int batch;
 };
 
+// One row block of one head of a sequence.
+struct SequenceTile {
+  int row_block;  // of the sequence; negative: there is no more work
+  int head;
+  int sequence;     // packed: -1 or the number of sequences for rows of no sequence, which have no keys
+  int first_query;  // of the sequence, along the axis of all queries
+  int queries;
+  int first_key;  // likewise; 0 in a cache
+  int keys;
+};
+
 // The sizes that turn a number into a tile.
 struct WorkOrder {
   int row_blocks;
@@ -51,12 +62,34 @@ struct WorkOrder {
   }
 };
 
+// The numbers of one block where they are not drawn.
+template <Schedule kSchedule>
+struct WorkSequence {
+  int total;
+  int round = 0;
+
+  __device__ __forceinline__ explicit WorkSequence(int total) : total(total) {}
+
+  // After the first, which is blockIdx.x; `total` where there is none.
+  __device__ __forceinline__ int next() {
+    if constexpr (kSchedule == Schedule::single) {
+      return total;
+    } else {
+      const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+      ++round;
+      // 64-bit, because the last round may begin near 2^31.
+      const i64 next = static_cast<i64>(round) * blocks + (round % 2 ? blocks - 1 - block : block);
+      return next < total ? static_cast<int>(next) : total;
+    }
+  }
+};
+
 // The numbers of one block, one after the other. The producer fetches, and passes a drawn number on to the consumers.
 template <Schedule kSchedule>
 struct WorkSource {
   int number;
   int total;
-  int round = 0;
+  WorkSequence<kSchedule> numbers_of_block;
   u32* counter;
   StageRing<2> ring;
   int* numbers;  // one for each stage of the ring
@@ -65,11 +98,16 @@ struct WorkSource {
   __device__ __forceinline__ WorkSource(int total, u32* counter, unsigned char* ring_memory, unsigned char* numbers)
       : number(static_cast<int>(blockIdx.x)),
         total(total),
+        numbers_of_block(total),
         counter(counter),
         ring(ring_memory),
         numbers(reinterpret_cast<int*>(numbers)) {}
 
   __device__ __forceinline__ bool has_work() const { return number < total; }
+
+  // The first number is known: nothing to fetch.
+  __device__ __forceinline__ void begin_producer() const {}
+  __device__ __forceinline__ void begin_consumer() const {}
 
   // Producer: draws the next number. Late, while the last copies of a tile wait for room: a number drawn at the start of a
   // long tile would be the longest of those left, in the hands of the block that comes to it last.
@@ -86,7 +124,7 @@ struct WorkSource {
       ring.advance();
       number = drawn;
     } else {
-      step();
+      number = numbers_of_block.next();
     }
   }
 
@@ -100,20 +138,7 @@ struct WorkSource {
       __syncwarp();
       ring.release();
     } else {
-      step();
-    }
-  }
-
- private:
-  __device__ __forceinline__ void step() {
-    if constexpr (kSchedule == Schedule::single) {
-      number = total;
-    } else {
-      const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-      ++round;
-      // 64-bit, because the last round may begin near 2^31.
-      const i64 next = static_cast<i64>(round) * blocks + (round % 2 ? blocks - 1 - block : block);
-      number = next < total ? static_cast<int>(next) : total;
+      number = numbers_of_block.next();
     }
   }
 };

@@ -5,8 +5,10 @@
 // TMA, so head dimensions need no padding in memory, and a key that does not exist has finite values.
 #pragma once
 
+#include "attention/paged_tile.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 
@@ -35,10 +37,47 @@ __device__ __forceinline__ void load_tile(unsigned char* tile, const TensorMap* 
   }
 }
 
+// The same by a whole warp for keys or values in a cache of blocks: a box of kBoxRows rows each, which lies within one block.
+// Lane i knows the place of box i; a block outside the cache gives zeros, and no traffic. is_issuer: of one lane.
+template <class Tile, int kBoxRows>
+__device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full,
+                                                const KeyPlace& own_box, int head, bool is_issuer) {
+  static_assert(kBoxRows % 16 == 0 && Tile::kRows % kBoxRows == 0, "whole swizzle patterns, whole boxes");
+  constexpr int kBoxes = Tile::kRows / kBoxRows;
+  static_assert(kBoxes <= 32, "a lane for each box");
+  if (is_issuer) ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
+#pragma unroll 1  // the producer has few registers
+  for (int box = 0; box < kBoxes; ++box) {
+    const int block = __shfl_sync(0xffffffffu, own_box.block, box), slot = __shfl_sync(0xffffffffu, own_box.slot, box);
+    if (!is_issuer) continue;
+#pragma unroll
+    for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+      ptx::tma_load_4d(tile + slab * Tile::kSlabBytes + box * kBoxRows * Tile::kSpan, map, full,
+                       slab * Tile::kSlabColumns, slot, head, block);
+    }
+  }
+}
+
+// Rows [first, end) of a tile that a copy has filled become zero, for wgmma to read. All lanes of a warp together.
+template <class Tile>
+__device__ __forceinline__ void clear_rows(unsigned char* tile, int first, int end) {
+  constexpr int kRowPieces = Tile::kSpan / 16;  // a swizzle permutes pieces within a row
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+#pragma unroll 1
+    for (int piece = first * kRowPieces + lane; piece < end * kRowPieces; piece += 32) {
+      *reinterpret_cast<uint4*>(tile + slab * Tile::kSlabBytes + piece * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  ptx::fence_proxy_async_shared();
+  __syncwarp();
+}
+
 constexpr int round_to_pattern(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 
-// Offsets in bytes. Tiles begin at multiples of 1024, the largest swizzle pattern; a stage's size is a multiple of its own.
-template <class QueryTile, class KeyTile, class ValueTile, int kStages>
+// Offsets in bytes. kWorkBytes: what a stage of the work ring holds. Tiles begin at multiples of 1024, the largest swizzle pattern; a stage's size is a multiple of its own.
+template <class QueryTile, class KeyTile, class ValueTile, int kStages, int kWorkBytes>
 struct SharedLayout {
   static constexpr int kQueries = 0;
   static constexpr int kKeys = round_to_pattern(QueryTile::kBytes);
@@ -48,7 +87,8 @@ struct SharedLayout {
   static constexpr int kValueRing = kKeyRing + StageRing<kStages>::kBytes;
   static constexpr int kWorkRing = kValueRing + StageRing<kStages>::kBytes;
   static constexpr int kWorkNumbers = kWorkRing + StageRing<2>::kBytes;
-  static constexpr int kBytes = kWorkNumbers + 2 * static_cast<int>(sizeof(int));
+  static constexpr int kTailRing = kWorkNumbers + 2 * kWorkBytes;  // for values of which the producer zeroes some
+  static constexpr int kBytes = kTailRing + StageRing<1>::kBytes;
 };
 
 }  // namespace cki::attention

@@ -1,0 +1,298 @@
+"""Packed sequences and paged prefill: the chosen kernel, other tiles, FA3, and our own dense kernel in the same run.
+
+    python bench/varlen.py                        # all cells, about 2 minutes on an H200
+    python bench/varlen.py --set ragged --tiles   # with every candidate of tiles
+    python bench/varlen.py --set paged
+
+ragged: 32 sequences of random length 16 .. 1024, width 2048, bf16, full and causal, beside FlashAttention-3's
+`flash_attn_varlen_func` (where `flash_attn_interface` imports), the generic kernel, and the dense kernel over as many
+sequences padded to the longest.  paged: whole prompts, and chunks of 512 tokens over 4096, with keys in blocks of 16,
+64 and 128 in random order, beside `cki.attention` on the same keys in a dense tensor; `vs_dense` is the dense kernel's
+time over ours.  FLOPs count what is visible, without padding.
+
+Every call is compared with float64 on some rows of some sequences before it is timed (the bound of the tests); one of
+ours that is wrong ends the program.  All of a cell are replayed in turn (bench/common.py); results/varlen.csv is
+written after every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import common
+import numpy as np
+
+import cki
+from cki.device import sim_device
+from cki.heuristics.attention import AttentionTiles, choose_tiles
+from cki.heuristics.attention_hopper import HopperTiles
+from cki.ops import varlen
+from cki.ops.call import call
+from cki.plan import Plan
+
+RNG_SEED = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One problem.  queries, keys: of each sequence.  block: keys a block of the cache; 0: packed."""
+
+    name: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads: int
+    dim: int
+    causal: bool
+    block: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Of the two products, over visible pairs; causal at the bottom right."""
+        pairs = sum(n * m - (n * (n - 1) // 2 if self.causal else 0) for n, m in zip(self.queries, self.keys))
+        return 4.0 * pairs * self.heads * self.dim
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (sum(self.queries) + sum(self.keys)) * self.heads * self.dim
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.queries)) == len(set(self.keys)) == 1
+
+    def __str__(self) -> str:
+        text = f"{self.name} heads={self.heads} head_dim={self.dim}{' causal' if self.causal else ''}"
+        return text + (f" block={self.block}" if self.block else "")
+
+
+def random_lengths() -> tuple[int, ...]:
+    return tuple(np.random.default_rng(RNG_SEED).integers(16, 1025, 32).tolist())
+
+
+def cells(which: str) -> list[Cell]:
+    found = []
+    for dim in (64, 128):
+        if which in ("ragged", "all"):
+            lengths = random_lengths()
+            found += [Cell("32 x 16..1024", lengths, lengths, 2048 // dim, dim, c) for c in (False, True)]
+        if which in ("paged", "all"):
+            for block in (16, 64, 128):
+                for queries, keys in ((2048, 2048), (512, 4096)):
+                    name = f"8 x {queries} over {keys}"
+                    found += [Cell(name, (queries,) * 8, (keys,) * 8, 2048 // dim, dim, True, block)]
+    return found
+
+
+@dataclasses.dataclass
+class Inputs:
+    """One rotation's tensors on the GPU.  padded: of the sequences as a batch [batch, longest, heads, dim]."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    offsets: Any
+    key_offsets: Any
+    lengths: Any
+    cache: tuple[Any, ...] | None
+    table: Any
+    padded: tuple[Any, Any, Any, Any]
+
+
+def make_inputs(cell: Cell, seed: int) -> Inputs:
+    import torch
+
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    def starts(lengths: Sequence[int]) -> Any:
+        return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device="cuda")
+
+    cache: tuple[Any, ...] | None
+    q = normal(sum(cell.queries), cell.heads, cell.dim)
+    k, v = (normal(sum(cell.keys), cell.heads, cell.dim) for _ in range(2))
+    cache, table = None, None
+    if cell.block:
+        # Lengths are multiples of the block's.
+        order = torch.randperm(sum(cell.keys) // cell.block, generator=generator, device="cuda")
+        cache = (torch.empty_like(k), torch.empty_like(v))
+        cache = tuple(t.view(len(order), cell.block, cell.heads, cell.dim) for t in cache)
+        for tensor, blocks in zip((k, v), cache):
+            blocks[order] = tensor.view(blocks.shape)
+        table = order.int().view(len(cell.keys), -1)
+    if cell.is_uniform:
+        padded = tuple(t.reshape(len(cell.keys), -1, cell.heads, cell.dim) for t in (q, k, v))
+    else:
+        sizes = (max(cell.queries), max(cell.keys), max(cell.keys))
+        padded = tuple(normal(len(cell.keys), n, cell.heads, cell.dim) for n in sizes)
+    lengths = torch.tensor(cell.keys, dtype=torch.int32, device="cuda")
+    return Inputs(
+        q, k, v, torch.full_like(q, float("nan")), starts(cell.queries), starts(cell.keys), lengths, cache, table,
+        (*padded, torch.empty_like(padded[0])),
+    )  # fmt: skip
+
+
+@functools.cache
+def spec_with_tiles(tiles: AttentionTiles | HopperTiles) -> Any:
+    """cki.varlen_attention's operation with these tiles; kept: the plan cache knows an operation by its identity."""
+
+    def plan(problem: Any, outputs: Any, device: Any) -> Plan:
+        return varlen.plan(problem, outputs, device, tiles)
+
+    return dataclasses.replace(varlen.VARLEN_ATTENTION, plan=plan)
+
+
+def cki_call(cell: Cell, tiles: AttentionTiles | HopperTiles | None = None) -> Callable[[Inputs], Any]:
+    """By CKI; tiles None is the public function with the heuristics' choice."""
+    longest = max(cell.queries)
+
+    def run(at: Inputs) -> Any:
+        k, v = at.cache or (at.k, at.v)
+        paged = (None, at.lengths, at.table) if at.cache else (at.key_offsets, None, None)
+        if tiles is None:
+            return cki.varlen_attention(
+                at.q, k, v, at.offsets, paged[0], seq_lens=paged[1], block_table=paged[2], causal=cell.causal,
+                max_seqlen_q=longest, out=at.out,
+            )  # fmt: skip
+        attributes = (cell.causal, "bottom_right", None, (-1, -1), 0.0, False, longest, None)
+        return call(
+            spec_with_tiles(tiles), (at.q, k, v, at.offsets, *paged, None, None), attributes, (at.out, None)
+        )
+
+    return run
+
+
+def fa3_call(cell: Cell) -> Callable[[Inputs], Any] | None:
+    """FlashAttention-3's varlen function, or None where it is not installed or the keys are paged."""
+    try:
+        attend = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+    except ImportError:
+        return None
+    longest, longest_keys = max(cell.queries), max(cell.keys)
+
+    def run(at: Inputs) -> Any:
+        out = attend(at.q, at.k, at.v, at.offsets, at.key_offsets, longest, longest_keys, causal=cell.causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return None if cell.block else run
+
+
+def dense_call(cell: Cell) -> Callable[[Inputs], Any]:
+    """cki.attention on the sequences as a batch, padded to the longest."""
+    return lambda at: cki.attention(*at.padded[:3], causal=cell.causal, out=at.padded[3])
+
+
+def check(cell: Cell, run: Callable[[Inputs], Any], at: Inputs, what: str) -> None:
+    """Runs once and compares some rows with float64; ends the program when the tests' bound is broken."""
+    import torch
+
+    at.out.fill_(float("nan"))
+    result = run(at)
+    if not bool(torch.isfinite(result).all()):
+        raise SystemExit(f"{what}: {cell}: the output is not finite")
+    starts, key_starts = np.cumsum([0, *cell.queries]), np.cumsum([0, *cell.keys])
+    shortest, longest = int(np.argmin(cell.queries)), int(np.argmax(cell.queries))
+    for b in sorted({0, shortest, longest, len(cell.queries) - 1}):
+        n, m = cell.queries[b], cell.keys[b]
+        rows = sorted({0, n // 3, n // 2, max(n - 2, 0), n - 1})
+        k, v = (t[key_starts[b] : key_starts[b + 1]] for t in (at.k, at.v))
+        position = torch.tensor(rows, device="cuda") + m - n
+        hidden = torch.arange(m, device="cuda") > position[:, None]
+        computed = []
+        for dtype in (torch.float64, torch.float32):
+            picked = at.q[[int(starts[b]) + r for r in rows]].to(dtype)
+            logits = torch.einsum("ihd,jhd->hij", picked, k.to(dtype)) / cell.dim**0.5
+            if cell.causal:
+                logits.masked_fill_(hidden, float("-inf"))
+            weights = torch.softmax(logits, dim=-1)
+            if dtype == torch.float32:
+                weights = weights.to(v.dtype).to(dtype)
+            computed.append(torch.einsum("hij,jhd->ihd", weights, v.to(dtype)))
+        truth, plain = computed[0], computed[1].to(at.q.dtype)
+        limit = 2 * (plain - truth).abs().max().item() + 1e-5 * truth.abs().max().item()
+        error = (result[[int(starts[b]) + r for r in rows]] - truth).abs().max().item()
+        if not error <= limit:
+            raise SystemExit(f"{what}: {cell}: sequence {b}: error {error:.3g}, allowed {limit:.3g}")
+
+
+def candidates(dim: int) -> dict[str, HopperTiles]:
+    """Tiles by name."""
+    keys = 128
+    shapes = [HopperTiles(2, keys), HopperTiles(1, keys, 2, False, "single")]
+    if dim <= 64:
+        shapes += [HopperTiles(3, keys), HopperTiles(2, keys, 3), HopperTiles(1, keys, 2, False, "single", 2)]
+    found = [
+        dataclasses.replace(s, schedule=schedule)
+        for s in shapes
+        for schedule in ("dynamic", "fixed", "single")
+    ]
+    return {f"hopper {tiles}": tiles for tiles in found}
+
+
+def measure(cell: Cell, all_tiles: bool) -> list[dict[str, object]]:
+    """Rows of one cell, all implementations in turn."""
+    inputs = common.rotated(lambda seed: (make_inputs(cell, seed),), cell.nbytes, limit=6)
+    ours: dict[str, Callable[[Inputs], Any]] = {"cki": cki_call(cell)}
+    generic = choose_tiles(
+        max(cell.queries), cell.dim, cell.dim, 2, True, sim_device("sm_90a"), bool(cell.block)
+    )
+    ours["generic"] = cki_call(cell, generic)
+    if all_tiles:
+        ours |= {name: cki_call(cell, tiles) for name, tiles in candidates(cell.dim).items()}
+    for name, run in ours.items():
+        check(cell, run, inputs[0][0], name)
+    variants = ours | {"dense": dense_call(cell)}
+    if (fa3 := fa3_call(cell)) is not None:
+        variants["fa3"] = fa3
+    times = common.graph_times_in_turn(variants, inputs, rounds=20)
+    rows = []
+    for name, timing in times.items():
+        ratios = {
+            f"vs_{other}": round(times[other].median_us / timing.median_us, 3)
+            for other in ("generic", "dense", "fa3")
+            if other in times and other != name
+        }
+        rows.append(
+            common.row(
+                "varlen_attention",
+                str(cell),
+                "bf16",
+                name,
+                timing,
+                nbytes=cell.nbytes,
+                flops=cell.flops,
+                **ratios,
+            )
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--set", choices=("ragged", "paged", "all"), default="all")
+    parser.add_argument("--tiles", action="store_true", help="time every candidate of tiles too")
+    options = parser.parse_args(argv)
+    common.require_gpu()
+    rows: list[dict[str, object]] = []
+    for cell in cells(options.set):
+        rows += measure(cell, options.tiles)
+        with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every cell
+            common.write_csv("varlen", rows)
+        print(f"measured {cell}", flush=True)
+    common.print_table(
+        rows, ("problem", "implementation", "median_us", "tflop_per_s", "vs_generic", "vs_dense", "vs_fa3")
+    )
+
+
+if __name__ == "__main__":
+    main()
