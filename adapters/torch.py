@@ -14,6 +14,7 @@ import torch
 
 from cki import dtypes
 from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.adapters.torch_attention import scaled_dot_product_attention as scaled_dot_product_attention
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.ops.match import Guard, Likeness

@@ -1,0 +1,84 @@
+"""`torch.nn.functional.scaled_dot_product_attention`, its signature and its rules, by CKI's kernels.
+
+torch's layout [batch, heads, length, dim] is CKI's with two axes exchanged, which strides express: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from cki.ops.attention import attention
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as torch defines it; under torch.compile too.
+
+    query: [..., heads, queries, head_dim].  key: [..., kv_heads, keys, head_dim].
+    value: [..., kv_heads, keys, value_dim].  f32, f16 or bf16, all alike; any strides; no or several batch axes.
+    attn_mask: broadcastable to [..., heads, queries, keys].  bool: True takes part; float: added to the scaled logits.
+    is_causal: query i sees the keys up to i (top left, as torch); not together with attn_mask.
+    scale: None is 1/sqrt(head_dim).
+    enable_gqa: kv_heads may divide heads; keys and values are not repeated in memory.
+    dropout_p: 0.0 alone; this is a library for inference.
+
+    Returns [..., heads, queries, value_dim], laid out as [..., queries, heads, value_dim] in memory.  A query that sees
+    no key gets 0.
+    Raises InvalidArgumentError, InvalidTypeError or UnsupportedError before any launch.
+    """
+    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    batch = query.shape[:-3]
+    bias = mask = None
+    if attn_mask is not None:
+        if len(batch) > 1 and attn_mask.ndim > 3:  # one batch axis, as q, k and v get
+            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, len(batch) - 1)
+        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
+    q, k, v = (_one_batch_axis(tensor).transpose(1, 2) for tensor in (query, key, value))
+    out = attention(
+        q, k, v, causal=is_causal, causal_alignment="top_left", scale=scale, bias=bias, mask=mask
+    ).transpose(1, 2)
+    return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
+
+
+def _one_batch_axis(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim == 4:
+        return tensor
+    return tensor.unsqueeze(0) if tensor.ndim == 3 else tensor.flatten(0, tensor.ndim - 4)
+
+
+def _check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
+    dropout_p: float, is_causal: bool, enable_gqa: bool,
+) -> None:  # fmt: skip
+    """The rules that `cki.attention` does not know."""
+    operation = "scaled_dot_product_attention"
+    tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
+    if attn_mask is not None:
+        tensors["attn_mask"] = attn_mask
+    wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
+    if wrong:
+        raise InvalidTypeError(f"{operation}: {', '.join(wrong)} must be of torch", hint="tensors of torch")
+    if dropout_p != 0.0:
+        raise UnsupportedError(f"{operation}: dropout_p is {dropout_p}", hint="dropout_p=0.0 (inference)")
+    problems = []
+    if attn_mask is not None and is_causal:
+        problems.append("attn_mask is given and is_causal is True")
+    if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
+        problems.append(
+            f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} axes, not three or more alike"
+        )
+    elif not enable_gqa and query.shape[-3] != key.shape[-3]:
+        problems.append(f"query has {query.shape[-3]} heads and key {key.shape[-3]}, but enable_gqa is False")
+    if problems:
+        raise InvalidArgumentError(f"{operation}: invalid arguments", problems)

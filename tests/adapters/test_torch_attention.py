@@ -1,0 +1,126 @@
+"""`scaled_dot_product_attention` against torch's own: layouts, masks, causal, grouped heads, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cki  # noqa: E402
+from cki.adapters.torch import scaled_dot_product_attention  # noqa: E402
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+PLACES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """Where tensors lie; calls in the test run there."""
+    with cki.device(request.param):
+        yield "cpu" if request.param == "sim" else "cuda"
+
+
+def normal(*shape, place="cpu", dtype=torch.float32):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(place, dtype)
+
+
+def compare(q, k, v, **options):
+    found = scaled_dot_product_attention(q, k, v, **options)
+    wide = {
+        n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        for n, t in options.items()
+    }
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), **wide)
+    assert found.shape == wanted.shape
+    assert found.dtype == q.dtype
+    # Twice what torch's own rounding of the same inputs costs, as for all kernels.
+    own = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+    bound = 2 * (own - wanted).abs().max() + 1e-5 * wanted.abs().max()
+    assert (found - wanted).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_plain_and_causal(place, dtype, is_causal):
+    q, k = normal(2, 4, 33, 32, place=place, dtype=dtype), normal(2, 4, 33, 32, place=place, dtype=dtype)
+    compare(q, k, k.flip(2), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 40), (40, 5)])
+def test_causal_is_top_left(place, queries, keys):
+    q, k = normal(1, 2, queries, 16, place=place), normal(1, 2, keys, 16, place=place)
+    compare(q, k, k, is_causal=True)
+
+
+def test_scale_and_another_value_dim(place):
+    q, k, v = (
+        normal(2, 3, 7, 16, place=place),
+        normal(2, 3, 9, 16, place=place),
+        normal(2, 3, 9, 24, place=place),
+    )
+    compare(q, k, v, scale=0.3)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 9), (2, 1, 6, 9), (1, 1, 6, 9), (4, 6, 9), (6, 9), (1, 9)])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_broadcast(place, shape, kind):
+    q, k = normal(2, 4, 6, 16, place=place), normal(2, 4, 9, 16, place=place)
+    mask = normal(*shape, place=place)
+    compare(q, k, k, attn_mask=mask > -0.5 if kind == "bool" else mask)
+
+
+def test_grouped_heads(place):
+    q, k = normal(2, 8, 5, 16, place=place), normal(2, 2, 5, 16, place=place)
+    compare(q, k, k, enable_gqa=True, is_causal=True)
+
+
+def test_no_and_several_batch_axes(place):
+    q, k = normal(4, 5, 16, place=place), normal(4, 7, 16, place=place)
+    compare(q, k, k)
+    q, k = normal(2, 3, 4, 5, 16, place=place), normal(2, 3, 4, 7, 16, place=place)
+    compare(q, k, k, attn_mask=normal(3, 1, 5, 7, place=place) > 0)
+    compare(q, k, k, attn_mask=normal(2, 3, 4, 5, 7, place=place))
+
+
+def test_views_are_read_in_place(place):
+    """As models make them: [batch, length, heads, dim] with two axes exchanged.  The output is laid out so too."""
+    q = normal(2, 5, 4, 16, place=place).transpose(1, 2)
+    compare(q, q, q)
+    assert scaled_dot_product_attention(q, q, q).transpose(1, 2).is_contiguous()
+
+
+def test_a_query_without_keys_gets_zero(place):
+    q = normal(1, 1, 3, 16, place=place)
+    mask = torch.tensor([[True, True, True], [False, False, False], [True, False, True]], device=place)
+    assert not scaled_dot_product_attention(q, q, q, attn_mask=mask)[0, 0, 1].any()
+
+
+def test_compiles_to_one_graph(place):
+    def model(q, k, mask):
+        return scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True) * 2
+
+    q, k, mask = (
+        normal(2, 4, 6, 16, place=place),
+        normal(2, 2, 9, 16, place=place),
+        normal(6, 9, place=place) > 0,
+    )
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(q, k, mask)
+    assert torch.equal(found, model(q, k, mask))
+
+
+def test_refusals():
+    q, k = normal(2, 4, 6, 16), normal(2, 2, 6, 16)
+    with pytest.raises(UnsupportedError, match=r"dropout_p is 0\.1"):
+        scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    with pytest.raises(InvalidArgumentError, match="query has 4 heads and key 2, but enable_gqa is False"):
+        scaled_dot_product_attention(q, k, k)
+    with pytest.raises(InvalidArgumentError, match="attn_mask is given and is_causal is True"):
+        scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(6, 6, dtype=torch.bool), is_causal=True)
+    with pytest.raises(InvalidArgumentError, match="have 2, 4 and 4 axes"):
+        scaled_dot_product_attention(q[0, 0], q, q)
+    with pytest.raises(InvalidTypeError, match="value must be of torch"):
+        scaled_dot_product_attention(q, q, q.numpy())
+    with cki.device("sim"), pytest.raises(InvalidTypeError, match="q requires grad"):
+        scaled_dot_product_attention(q.requires_grad_(), q, q)
