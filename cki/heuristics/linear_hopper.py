@@ -10,7 +10,7 @@ What weighs:
 * Shared memory: `stages` times 64 elements of K of both operands, and 32 KB for results on their way out; 227 KB at
   most.
 
-The model's figures were fitted to an H200 (bench/results/linear_hopper.csv); tests/heuristics/test_linear_hopper.py
+The model's figures were fitted to an H200 (bench/results/gemm_hopper.csv); tests/heuristics/test_linear_hopper.py
 holds the choice against it.
 
 Without `split` no choice changes results: every sum runs over K in one order.
@@ -91,7 +91,7 @@ TILES = (
     HopperTile(128, 256, 4), HopperTile(256, 128, 4), HopperTile(128, 128, 6, True), HopperTile(128, 128, 6),
     HopperTile(64, 128, 8, True), HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, split=2),
 )  # fmt: skip
-#: What `bench/linear.py --hopper` checks and times: those, and some that might join them.
+#: What `bench/gemm.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
     *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(64, 256, 4, True),
     HopperTile(64, 128, 6, True), HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, True, sharers=2),

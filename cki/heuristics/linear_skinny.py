@@ -1,7 +1,7 @@
 """How a product of few rows is cut (`cuda_src/gemm/skinny`): pure functions of shapes and device.
 
 Its time is that of the weight's bytes, if enough of them are under way on every SM all the time.  The model below has
-few constants, each a mechanism, fitted to an H200's times (`bench/results/linear_skinny.csv`, up to 16 rows): for K
+few constants, each a mechanism, fitted to an H200's times (`bench/results/gemm_skinny.csv`, up to 16 rows): for K
 whole or over two blocks it is within 13 %, and the tile that it takes is the best one measured.
 * Memory gives 4.63 TB/s: what cuBLASLt's times grow by with the weight.
 * A block of `linear.cu` takes 0.10 us for a stage (a barrier, one chain of loads and products a warp) and 1 us for
@@ -105,7 +105,7 @@ CANDIDATES = (
     SkinnyTile(64, 64, 2, 2, 3),
 )  # fmt: skip
 
-#: By TMA, for `bench/linear.py --skinny` to measure before any is taken: two blocks an SM, so that two launches fit
+#: By TMA, for `bench/gemm.py --skinny` to measure before any is taken: two blocks an SM, so that two launches fit
 #: side by side, and one with twice the ring, so that most of a small weight is asked for at once; 64 columns and 128.
 TMA_CANDIDATES = tuple(
     SkinnyTile(16, block_n, 1, 4, stages, split, tma=True)

@@ -47,7 +47,7 @@ def test_a_large_product_gets_a_large_tile():
     ],
 )  # fmt: skip
 def test_the_choice_is_what_was_fastest_on_an_h200(rows, depth, columns, fastest):
-    """bench/results/linear.csv: within half a percent of the fastest of all tiles."""
+    """bench/results/gemm.csv: within half a percent of the fastest of all tiles."""
     tile = choose_tile(rows, [columns], depth, 2, H200)
     assert (tile.block_m, tile.block_n) == fastest
 

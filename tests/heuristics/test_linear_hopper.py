@@ -188,9 +188,9 @@ def test_parts_of_a_weight(rows, entries):
         assert [maps_of(step)[2].strides for step in steps] == [(3072 * 2,)] * 3
 
 
-# --- the choice against what was measured (bench/results/linear_hopper.csv) -------------------------------------------
+# --- the choice against what was measured (bench/results/gemm_hopper.csv) -------------------------------------------
 
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "linear_hopper.csv"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "gemm_hopper.csv"
 
 
 def measured() -> dict[tuple[str, str], dict[str, float]]:

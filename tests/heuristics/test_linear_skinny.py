@@ -32,7 +32,7 @@ from cki.ops.linear import plan_linear
 from cki.plan import Step
 
 H200 = sim_device("sm_90a")
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "linear_skinny.csv"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "gemm_skinny.csv"
 TILE = SkinnyTile(16, 64, 1, 4, 8, 4)
 #: N, K of Llama-8B's products.
 LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))

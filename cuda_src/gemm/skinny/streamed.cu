@@ -6,7 +6,7 @@
 //          each stage: a block takes 0.10 us for a stage and 1 us for 72 KB, two on an SM 58 KB a microsecond at most
 //          (H200, cki/heuristics/linear_skinny.py). Memory gives each SM 35 KB; but a product that does not occupy all
 //          SMs needs more of those that it has, and each launch must catch up the time of its start. TMA brings 110 KB.
-//          Not measured yet: bench/linear.py --skinny has its tiles.
+//          Not measured yet: bench/gemm.py --skinny has its tiles.
 //
 // Work.    A cluster of kSplit blocks computes a kBlockM x kBlockN tile of y, each block from its own part of K. With
 //          kSplit = 1 blocks are persistent: block b computes tiles b, b + gridDim, ..., and the copies of the next tile are

@@ -1,4 +1,4 @@
-"""bench/linear.py --hopper as far as it goes without a GPU: cells, a worker's words, summary, a variant's result."""
+"""bench/gemm.py --hopper as far as it goes without a GPU: cells, a worker's words, summary, a variant's result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    import linear_hopper
+    import gemm_hopper
 
-    yield linear_hopper
-    for name in ("common", "linear", "linear_hopper"):
+    yield gemm_hopper
+    for name in ("common", "gemm", "gemm_hopper"):
         sys.modules.pop(name)
 
 
 def problem_of(hopper, text: str):
-    return hopper.LinearProblem(*hopper.linear._shape(text), "bf16", "in_out")
+    return hopper.LinearProblem(*hopper.gemm._shape(text), "bf16", "in_out")
 
 
 def test_cells(hopper):
@@ -54,7 +54,7 @@ def test_a_worker_s_words(hopper):
 
 
 def test_a_worker_that_dies_costs_one_candidate(hopper, monkeypatch, capsys):
-    monkeypatch.setattr(hopper, "Path", lambda _: Path("/nowhere/linear_hopper.py"))
+    monkeypatch.setattr(hopper, "Path", lambda _: Path("/nowhere/gemm_hopper.py"))
     assert hopper.sound(problem_of(hopper, "8192x1024x4096"), ["hopper a", "hopper b"]) == []
     assert capsys.readouterr().out.count("worker ended with 2") == 2
 
@@ -80,6 +80,6 @@ def test_a_variant_computes_the_layer(hopper):
     y = np.full_like(residual, np.nan)
     problem = hopper.LinearProblem(70, 72, 64, "residual", "f16", "in_out")
     with cki.device("sim"):
-        hopper.linear.cki_call(problem, HopperTile(64, 64, 2, True))(x, w, bias, residual, y)
+        hopper.gemm.cki_call(problem, HopperTile(64, 64, 2, True))(x, w, bias, residual, y)
     expected = cki.reference.linear(x, w, bias, residual=residual)
     assert np.abs(y - expected).max() < np.abs(expected).max() * 2.0**-11

@@ -1,12 +1,12 @@
 """The Hopper GEMM: all candidates checked, then timed in turn with cuBLASLt (torch) and the generic kernel.
 
-    python bench/linear.py --hopper                                           # all cells, about 8 minutes on an H200
-    python bench/linear.py --hopper --shape 8192x1024x4096:gelu --dtype bf16 --layout out_in
+    python bench/gemm.py --hopper                                           # all cells, about 8 minutes on an H200
+    python bench/gemm.py --hopper --shape 8192x1024x4096:gelu --dtype bf16 --layout out_in
 
 Two phases.  First each distinct kernel is checked in a worker process, on a shape whose tiles are more than an H200's
 SMs and walk through the rings twice; a worker that dies or takes too long costs its candidate only, not the run.  Then
 all sound candidates and the others of a shape are captured as graphs and replayed in turn, one replay each a round, so
-that the clock's drift hits all alike.  A shape's rows are written when it is done: results/linear_hopper.csv, with
+that the clock's drift hits all alike.  A shape's rows are written when it is done: results/gemm_hopper.csv, with
 `vs_torch` and `vs_generic` as their time over the candidate's.  The last lines name the best candidate of each shape,
 and the model's choice beside it; then the geometric mean of the best candidates' `vs_torch`.
 
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import common
-import linear
+import gemm
 import numpy as np
-from linear import LinearProblem
+from gemm import LinearProblem
 
 from cki.device import sim_device
 from cki.heuristics.linear import Tile, choose_tile
@@ -74,12 +74,12 @@ def check_problem(problem: LinearProblem) -> LinearProblem:
 def worker(problem: LinearProblem, names: Sequence[str]) -> None:
     """Checks the named candidates; one line before and one after each."""
     problem = check_problem(problem)
-    tiles, inputs = candidates(), linear.make_inputs(problem, 0)
+    tiles, inputs = candidates(), gemm.make_inputs(problem, 0)
     for name in names:
         print(f"BEGIN {name}", flush=True)
         try:
             for _ in range(3):
-                linear.check(problem, linear.cki_call(problem, tiles[name]), inputs, name)
+                gemm.check(problem, gemm.cki_call(problem, tiles[name]), inputs, name)
         except SystemExit as error:
             print(f"WRONG {name}: {error}", flush=True)
         else:
@@ -92,7 +92,7 @@ def sound(problem: LinearProblem, names: Sequence[str]) -> list[str]:
     while left:
         script = [
             sys.executable,
-            str(Path(__file__).with_name("linear.py")),
+            str(Path(__file__).with_name("gemm.py")),
             "--hopper-worker",
             text_of(problem),
         ]
@@ -153,12 +153,12 @@ def measure(problem: LinearProblem, names: Sequence[str]) -> list[dict[str, obje
     """Rows of one shape, all implementations in turn."""
     tiles = candidates()
     variants: dict[str, Callable[..., Any]] = {
-        "torch": linear.torch_call(problem), "generic": linear.cki_call(problem, generic_tile(problem)),
+        "torch": gemm.torch_call(problem), "generic": gemm.cki_call(problem, generic_tile(problem)),
     }  # fmt: skip
     if problem.epilogue:
-        variants["torch, no epilogue"] = linear.torch_call(problem._replace(epilogue=""))
-    variants |= {name: linear.cki_call(problem, tiles[name]) for name in names}
-    inputs = common.rotated(lambda seed: linear.make_inputs(problem, seed), problem.nbytes, limit=8)
+        variants["torch, no epilogue"] = gemm.torch_call(problem._replace(epilogue=""))
+    variants |= {name: gemm.cki_call(problem, tiles[name]) for name in names}
+    inputs = common.rotated(lambda seed: gemm.make_inputs(problem, seed), problem.nbytes, limit=8)
     times = common.graph_times_in_turn(variants, inputs, rounds=ROUNDS)
     return [
         common.row(
@@ -204,6 +204,6 @@ def run(problems: Sequence[LinearProblem]) -> None:
             checked[kernels] = sound(problem, list(candidates()))
         rows += measure(problem, checked[kernels])
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
-            common.write_csv("linear_hopper", rows)
+            common.write_csv("gemm_hopper", rows)
         print(f"measured {text_of(problem)} {problem.dtype} {problem.layout}", flush=True)
     print("\n".join(summary(rows)))

@@ -1,4 +1,4 @@
-"""bench/linear.py --skinny as far as it goes without a GPU: cells, candidates, a worker's words, summary, a result."""
+"""bench/gemm.py --skinny as far as it goes without a GPU: cells, candidates, a worker's words, summary, a result."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ H200 = sim_device("sm_90a")
 @pytest.fixture
 def skinny(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    import linear_skinny
+    import gemm_skinny
 
-    yield linear_skinny
-    for name in ("common", "linear", "linear_skinny"):
+    yield gemm_skinny
+    for name in ("common", "gemm", "gemm_skinny"):
         sys.modules.pop(name)
 
 
 def problem_of(skinny, text: str, layout: str = "in_out"):
-    return skinny.LinearProblem(*skinny.linear._shape(text), "bf16", layout)
+    return skinny.LinearProblem(*skinny.gemm._shape(text), "bf16", layout)
 
 
 @pytest.mark.parametrize("layout", ["in_out", "out_in"])
@@ -77,7 +77,7 @@ def test_a_candidate_that_kills_the_worker_is_left_out(skinny, monkeypatch, caps
 
 
 def test_a_worker_that_dies_by_itself_ends_its_shape(skinny, monkeypatch, capsys):
-    monkeypatch.setattr(skinny, "Path", lambda _: Path("/nowhere/linear_skinny.py"))
+    monkeypatch.setattr(skinny, "Path", lambda _: Path("/nowhere/gemm_skinny.py"))
     assert skinny.measure(problem_of(skinny, "8x4096x4096")) == []
     assert "start: worker ended with 2" in capsys.readouterr().out
 
@@ -119,6 +119,6 @@ def test_a_variant_computes_the_layer(skinny):
     problem = skinny.LinearProblem(7, 520, 64, "residual", "f16", "in_out")
     tile = skinny.chosen(problem, H200)
     with cki.device("sim"):
-        skinny.linear.cki_call(problem, tile)(x, w, bias, residual, y)
+        skinny.gemm.cki_call(problem, tile)(x, w, bias, residual, y)
     expected = cki.reference.linear(x, w, bias, residual=residual)
     assert np.abs(y - expected).max() < np.abs(expected).max() * 2.0**-10

@@ -1,9 +1,9 @@
 """Linear layers of few rows: every candidate of the kernel for them, torch.matmul and the generic kernel, in turn.
 
-    python bench/linear.py --skinny                                  # Llama-8B at 1, 8, 16 and 64 rows, both orders
-    python bench/linear.py --skinny --shape 8x4096x28672 --dtype bf16 --layout out_in
+    python bench/gemm.py --skinny                                  # Llama-8B at 1, 8, 16 and 64 rows, both orders
+    python bench/gemm.py --skinny --shape 8x4096x28672 --dtype bf16 --layout out_in
 
-A shape is ROWSxDEPTHxCOLUMNS, as in linear.py; without an epilogue there is no bias either, and torch's time is that of
+A shape is ROWSxDEPTHxCOLUMNS, as in gemm.py; without an epilogue there is no bias either, and torch's time is that of
 `torch.matmul` (cuBLASLt).  Each shape is measured in a worker process: one that dies or takes too long is started anew
 without the candidate that it was at.  A worker compares every implementation with a float64 product on the GPU, on each
 of the input sets that it walks through, then captures all as graphs and replays them in turn.
@@ -14,7 +14,7 @@ choice.
 
 `of_copy` is the weight's bytes a second over the rate of a copy in the same run (bytes read and written), `vs_torch`
 torch's time over ours, `predicted_us` the model's time.  A shape's rows are written when it is done
-(results/linear_skinny.csv); the last lines are the best candidate of each shape with the choice beside it, and the
+(results/gemm_skinny.csv); the last lines are the best candidate of each shape with the choice beside it, and the
 least figures of all.
 """
 
@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import common
-import linear
+import gemm
 import numpy as np
-from linear import LinearProblem
+from gemm import LinearProblem
 
 from cki.device import DeviceInfo, sim_device
 from cki.heuristics.linear import choose_tile
@@ -58,7 +58,7 @@ SHAPES = tuple(
 #: Seconds for a worker, most of them for compiling.
 WORKER_SECONDS = 240
 ROUNDS = 20
-#: Of a cluster, in a candidate: of 4 and 8 none was ever the fastest (results/linear_skinny.csv).
+#: Of a cluster, in a candidate: of 4 and 8 none was ever the fastest (results/gemm_skinny.csv).
 MOST_BLOCKS = 2
 _LIMITS = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 1e-5}
 
@@ -70,12 +70,12 @@ def text_of(problem: LinearProblem) -> str:
 
 
 def weight_bytes(problem: LinearProblem) -> int:
-    return problem.depth * problem.columns * int(linear.NUMPY[problem.dtype].itemsize)
+    return problem.depth * problem.columns * int(gemm.NUMPY[problem.dtype].itemsize)
 
 
 def chosen(problem: LinearProblem, device: DeviceInfo) -> SkinnyTile:
     """The model's choice."""
-    itemsize = int(linear.NUMPY[problem.dtype].itemsize)
+    itemsize = int(gemm.NUMPY[problem.dtype].itemsize)
     along_n = problem.layout == "in_out"
     tile = choose_skinny_tile(problem.rows, problem.columns, problem.depth, itemsize, device, along_n=along_n)
     if tile is None:
@@ -86,7 +86,7 @@ def chosen(problem: LinearProblem, device: DeviceInfo) -> SkinnyTile:
 def candidates(problem: LinearProblem, device: DeviceInfo) -> dict[str, SkinnyTile]:
     """Tiles by name: those of the choice's height, with and without programmatic launch, the choice among them."""
     choice = chosen(problem, device)
-    itemsize = int(linear.NUMPY[problem.dtype].itemsize)
+    itemsize = int(gemm.NUMPY[problem.dtype].itemsize)
     rows_at_16_bytes = problem.depth * itemsize % 16 == problem.columns * itemsize % 16 == 0
     tiles = [
         dataclasses.replace(tile, programmatic=programmatic)
@@ -104,16 +104,16 @@ def implementations(
     """`f(x, w, bias, residual, y)` by name: torch, the generic kernel, and the named candidates."""
     import torch
 
-    tiles, itemsize = candidates(problem, device), int(linear.NUMPY[problem.dtype].itemsize)
+    tiles, itemsize = candidates(problem, device), int(gemm.NUMPY[problem.dtype].itemsize)
 
     def matmul(x: Any, w: Any, bias: Any, residual: Any, y: Any) -> object:
         return torch.matmul(x, w if problem.layout == "in_out" else w.T, out=y)
 
     generic = choose_tile(problem.rows, [problem.columns], problem.depth, itemsize, device)
     return {
-        "torch": linear.torch_call(problem) if problem.epilogue else matmul,
-        "generic": linear.cki_call(problem, generic),
-        **{name: linear.cki_call(problem, tiles[name]) for name in names},
+        "torch": gemm.torch_call(problem) if problem.epilogue else matmul,
+        "generic": gemm.cki_call(problem, generic),
+        **{name: gemm.cki_call(problem, tiles[name]) for name in names},
     }
 
 
@@ -143,7 +143,7 @@ def worker(problem: LinearProblem, names: Sequence[str]) -> None:
     from cki.device import cuda_device
 
     def make(seed: int) -> tuple[Any, ...]:
-        x, w, bias, residual, y = linear.make_inputs(problem, seed)
+        x, w, bias, residual, y = gemm.make_inputs(problem, seed)
         return x, w, bias if problem.epilogue else None, residual, y
 
     device = cuda_device(cupy.cuda.Device().id)
@@ -165,7 +165,7 @@ def worker(problem: LinearProblem, names: Sequence[str]) -> None:
     times = common.graph_times_in_turn(variants, inputs, rounds=ROUNDS)
     copy = common.copy_rate()
     choice, tiles = f"skinny {chosen(problem, device)}", candidates(problem, device)
-    itemsize = int(linear.NUMPY[problem.dtype].itemsize)
+    itemsize = int(gemm.NUMPY[problem.dtype].itemsize)
     for name, timing in times.items():
         extents = problem.rows, problem.columns, problem.depth, itemsize, device
         row = common.row(
@@ -181,7 +181,7 @@ def worker(problem: LinearProblem, names: Sequence[str]) -> None:
 def measure(problem: LinearProblem) -> list[dict[str, Any]]:
     """Rows of one shape; says what is wrong or has died."""
     left = list(candidates(problem, sim_device("sm_90a")))
-    script = [sys.executable, str(Path(__file__).with_name("linear.py")), "--skinny-worker"]
+    script = [sys.executable, str(Path(__file__).with_name("gemm.py")), "--skinny-worker"]
     while True:
         arguments = [text_of(problem), problem.dtype, problem.layout, *left]
         try:
@@ -258,6 +258,6 @@ def run(problems: Sequence[LinearProblem]) -> None:
         rows += measure(problem)
         if rows:
             with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
-                common.write_csv("linear_skinny", rows)
+                common.write_csv("gemm_skinny", rows)
         print(f"measured {text_of(problem)} {problem.dtype} {problem.layout}", flush=True)
     print("\n".join(summary(rows)))

@@ -1,10 +1,10 @@
 """Linear layers: the chosen tile, every other tile, and PyTorch (cuBLASLt) in the same run.
 
-    python bench/linear.py                                  # usual shapes, the choice and torch
-    python bench/linear.py --shape 8192x1024x4096:gelu --all-tiles --tile 256x128w4x2s3
-    python bench/linear.py --shape 4096x4096x4096 --dtype f32 --layout out_in
-    python bench/linear.py --hopper                     # the Hopper kernel's tuning run (linear_hopper.py)
-    python bench/linear.py --skinny                     # that of the kernel for few rows (linear_skinny.py)
+    python bench/gemm.py                                    # usual shapes, the choice and torch
+    python bench/gemm.py --shape 8192x1024x4096:gelu --all-tiles --tile 256x128w4x2s3
+    python bench/gemm.py --shape 4096x4096x4096 --dtype f32 --layout out_in
+    python bench/gemm.py --hopper                           # the Hopper kernel's tuning run (gemm_hopper.py)
+    python bench/gemm.py --skinny                           # that of the kernel for few rows (gemm_skinny.py)
 
 A shape is ROWSxDEPTHxCOLUMNS, with `:gelu` or `:residual` for a layer with that epilogue; all have a bias.  torch's
 time is that of `addmm` and, where there is one, its separate GELU or addition.  `vs_torch` is torch's time over ours.
@@ -228,7 +228,7 @@ def _shape(text: str) -> tuple[int, int, int, str]:
 
 
 def main() -> None:
-    """Measures and writes linear.csv."""
+    """Measures and writes gemm.csv."""
     parser = argparse.ArgumentParser(description="time of linear layers")
     parser.add_argument(
         "--shape", type=_shape, action="append", help="ROWSxDEPTHxCOLUMNS[:EPILOGUE]; may be repeated"
@@ -252,9 +252,9 @@ def main() -> None:
     arguments = parser.parse_args()
     tuned: Any = None  # the module of a tuning run
     if arguments.hopper_worker or arguments.hopper:
-        import linear_hopper as tuned
+        import gemm_hopper as tuned
     elif arguments.skinny_worker or arguments.skinny:
-        import linear_skinny as tuned
+        import gemm_skinny as tuned
     if arguments.hopper_worker or arguments.skinny_worker:
         text, dtype, layout, *names = arguments.hopper_worker or arguments.skinny_worker
         rows, depth, columns, epilogue = _shape(text)
@@ -272,7 +272,7 @@ def main() -> None:
         return
     common.require_gpu()
     measured = [row for problem in problems for row in measure(problem, arguments.all_tiles, arguments.tile)]
-    common.write_csv("linear", measured)
+    common.write_csv("gemm", measured)
 
 
 if __name__ == "__main__":
