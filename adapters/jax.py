@@ -1,27 +1,42 @@
-"""JAX arrays, eagerly: DLPack and a host synchronisation.
+"""JAX arrays and tracers; `cki.adapters.jax.layer_norm` and so on: every public operation as a function of JAX.
 
+A public operation that sees a tracer (inside `jax.jit`, `jax.vmap`, ...) becomes a call in JAX's program
+(`cki.adapters.jax_ffi`), and so does one on concrete arrays on a GPU: XLA runs it on its own stream, on its own memory.
+
+What remains (the simulated device outside jit, a user's own kernels, `cki.Encoder`, `stream=`) reads arrays by DLPack.
 JAX computes on streams of its own that nobody can be told of, so `begin` waits until the inputs are computed and
 `finish` until our kernels are.  Outputs are made outside JAX, because a JAX array must never be written to, and
 adopted by it without a copy: on the CPU from 64-byte aligned NumPy memory, on a GPU from CuPy memory by DLPack.
-Inside `jax.jit` arrays are tracers without memory: refused by name.
+
+The functions here, unlike those of `cki`, always go through XLA, take NumPy arrays beside JAX's, and return the new
+values of what an operation writes (`append_kv`: the caches) behind its outputs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from cki import dtypes
-from cki.adapter import Adapter, IndirectAdapter, type_name
+import cki
+from cki import capture_state, dtypes
+from cki.adapter import Adapter, IndirectAdapter, require_valid, type_name
+from cki.adapters import jax_ffi
+from cki.adapters.jax_attention import dot_product_attention as dot_product_attention
+from cki.adapters.jax_ffi import register as register
 from cki.adapters.numpy import aligned_empty
 from cki.dlpack import DLPackExport, from_capsule
 from cki.dtypes import DType
-from cki.errors import InvalidTypeError
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from cki.memory.views import CacheTensor
+from cki.ops.call import Planned, PlanRequest
+from cki.ops.spec import OpSpec
+from cki.ops.table import public_specs
 from cki.tensor import DeviceId, TensorView, contiguous_strides
 
 # Output memory that JAX has let go of, which its compute stream may still be reading.  Deleting a JAX array runs
@@ -58,6 +73,11 @@ class JaxAdapter(IndirectAdapter):
             return [
                 f"{name} is a JAX array, which is immutable; leave {name}= out and use the returned array"
             ]
+        if isinstance(tensor, jax.core.Tracer):
+            return [
+                f"{name} is a JAX tracer ({type_name(type(tensor))}), which has no memory; inside jax.jit, jax.vmap "
+                "and the like only CKI's public operations can be called"
+            ]
         if tensor.is_deleted():
             return [f"{name} has been deleted or donated to a jitted function; it has no memory any more"]
         problems = []
@@ -80,10 +100,43 @@ class JaxAdapter(IndirectAdapter):
         return problems
 
     def view(self, tensor: Any) -> TensorView:
+        if isinstance(tensor, jax.core.Tracer):  # CKI_VALIDATE=1 would read values
+            raise InvalidTypeError("values were asked for inside a traced function", self.check(tensor))
         tensor.block_until_ready()
         view = from_capsule(tensor.__dlpack__(), tensor)
         view.readonly = True
         return view
+
+    def own_call(
+        self,
+        spec: OpSpec,
+        inputs: tuple[Any, ...],
+        attributes: tuple[Any, ...],
+        outs: tuple[Any, ...],
+        stream: Any,
+    ) -> Any:
+        present = [tensor for tensor in inputs if tensor is not None]
+        is_public = public_specs().get(spec.name) is spec
+        if any(isinstance(tensor, jax.core.Tracer) for tensor in present):
+            if not is_public:
+                raise UnsupportedError(
+                    f"{spec.name} cannot be called inside jax.jit, jax.vmap and the like",
+                    hint="call it outside, or the public operations that it is made of inside",
+                )
+            return _in_program(spec, inputs, attributes, outs, stream)
+        if (
+            not is_public
+            or stream is not None
+            or capture_state.active
+            or any(out is not None for out in outs)
+            or any(item.written and tensor is not None for item, tensor in zip(spec.inputs, inputs))
+        ):
+            return NotImplemented
+        require_valid(self, [item.name for item in spec.inputs], inputs)
+        devices = {device for tensor in present for device in tensor.devices()}
+        if len(devices) == 1 and devices.pop().platform in ("gpu", "cuda"):
+            return jax_ffi.bind(spec, inputs, attributes)
+        return NotImplemented
 
     def begin(self, names: Sequence[str], tensors: Sequence[Any], stream: int | None = None) -> list[Any]:
         held = []
@@ -140,14 +193,19 @@ def _synchronize_devices(arrays: Sequence[Any]) -> None:
             device.synchronize()
 
 
+def _in_program(
+    spec: OpSpec, inputs: Sequence[Any], attributes: Sequence[Any], outs: Sequence[Any], stream: Any
+) -> Any:
+    """The call in JAX's program; concrete arrays among the inputs become constants of it."""
+    if any(isinstance(tensor, jax.core.Tracer) for tensor in inputs):
+        jax_ffi.require_graph_arguments(spec, inputs, outs, stream)
+    return jax_ffi.bind(spec, inputs, attributes)
+
+
 def adapter_for(cls: type, name: str) -> Adapter:
-    """The adapter for concrete JAX arrays; tracers and extended dtypes (PRNG keys) are refused."""
+    """The adapter for JAX arrays and tracers; extended dtypes (PRNG keys) are refused."""
     if issubclass(cls, jax.core.Tracer):
-        raise InvalidTypeError(
-            f"{name} is a JAX tracer ({type_name(cls)}): CKI was called inside jax.jit, jax.vmap, jax.grad or a scan",
-            hint="call it outside, on concrete arrays; calls inside jax.jit need CKI's XLA FFI registration, which is "
-            "not part of this version",
-        )
+        return _ADAPTER
     if not issubclass(cls, jax.Array) or "prng" in cls.__module__:
         raise InvalidTypeError(
             f"{name} is a {type_name(cls)}, not a JAX array of numbers",
@@ -157,3 +215,65 @@ def adapter_for(cls: type, name: str) -> Adapter:
 
 
 _ADAPTER = JaxAdapter()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the public operations as functions of JAX
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., Any]:
+    public = getattr(cki, name)
+
+    @functools.wraps(public)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("stream", None) is not None:
+            raise InvalidArgumentError(
+                f"{name}: stream is given, but XLA launches on its own", hint="no stream="
+            )
+        arguments = [_as_array(name, value) for value in args]
+        named = {key: _as_array(name, value) for key, value in kwargs.items()}
+        try:
+            public(*arguments, **named, stream=PlanRequest())
+        except Planned as planned:
+            call = planned
+        given = [
+            (item.name, tensor) for item, tensor in zip(call.spec.inputs, call.inputs) if tensor is not None
+        ]
+        for argument, tensor in given:
+            if not isinstance(tensor, (jax.Array, jax.core.Tracer)):
+                raise InvalidTypeError(
+                    f"{name}: {argument} is of type {type_name(type(tensor))}", hint="JAX or NumPy arrays"
+                )
+        require_valid(
+            _ADAPTER, [n for n, _ in given], [None if isinstance(t, jax.core.Tracer) else t for _, t in given]
+        )
+        return _in_program(call.spec, call.inputs, call.attributes, call.outs, None)
+
+    return function
+
+
+def _as_array(operation: str, value: Any) -> Any:
+    """NumPy arrays as JAX's, also inside a cache's tuple."""
+    if isinstance(value, np.ndarray):
+        return jax.numpy.asarray(value)
+    if isinstance(value, CacheTensor) or (
+        isinstance(value, tuple) and any(isinstance(item, CacheTensor) for item in value)
+    ):
+        raise InvalidTypeError(
+            f"{operation}: a cache of PagedKVCache, which is written in place; JAX arrays are immutable",
+            hint="(k_cache, v_cache) of JAX arrays, donated to the jitted function",
+        )
+    if type(value) in (tuple, list) and any(isinstance(item, np.ndarray) for item in value):
+        return tuple(_as_array(operation, item) for item in value)
+    return value
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name not in public_specs():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _function(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *public_specs()})

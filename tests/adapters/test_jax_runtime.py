@@ -1,0 +1,299 @@
+"""XLA's side of the calls on the simulated device: threads, devices, memory, errors, other processes.
+
+What needs a process of its own (number of CPU devices, exit, a compilation cache) is run in one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+import cki  # noqa: E402
+import cki.adapters.jax as cki_jax  # noqa: E402
+from cki.adapters import xla_calls  # noqa: E402
+from cki.adapters.xla_calls import XlaCall  # noqa: E402
+from cki.adapters.xla_ffi import Invocation  # noqa: E402
+from cki.errors import CkiError, LaunchError  # noqa: E402
+
+pytestmark = pytest.mark.jax
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def simulated():
+    with cki.device("sim"), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def run_python(script: str, **environment: str) -> str:
+    """Standard output of a script in a process of its own, on the simulated device."""
+    variables = {
+        **os.environ,
+        "CKI_DEVICE": "sim",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        **environment,
+    }
+    begin = "import jax, jax.numpy as jnp, numpy as np, cki, cki.adapters.jax as cki_jax\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + script], env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Exception" not in done.stderr
+    return done.stdout
+
+
+# ---------------------------------------------------------------- many calls, many threads
+
+
+def test_eight_threads_one_function():
+    x, w = jnp.asarray(normal(4, 96)), jnp.asarray(normal(96))
+    compiled = jax.jit(lambda x, w: cki.layer_norm(x, w) + 1)
+    wanted = np.asarray(compiled(x, w))
+    wrong: list[object] = []
+
+    def work() -> None:
+        try:
+            with cki.device(
+                "sim"
+            ):  # JAX traces again where its own settings differ, as default_device does here
+                wrong.extend(1 for _ in range(30) if not np.array_equal(compiled(x, w), wanted))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_threads_that_compile_at_the_same_time():
+    results: dict[int, Any] = {}
+    barrier = threading.Barrier(6)
+
+    def work(width: int) -> None:
+        with cki.device("sim"):
+            barrier.wait()
+            results[width] = jax.jit(lambda x: cki.softmax(x))(jnp.ones((2, width), jnp.float32))
+
+    threads = [threading.Thread(target=work, args=(width,)) for width in (30, 31, 32, 30, 31, 32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for width in (30, 31, 32):
+        np.testing.assert_allclose(results[width], np.full((2, width), 1 / width), rtol=1e-6)
+
+
+def test_a_thousand_calls_keep_nothing():
+    x = jnp.asarray(normal(4, 96))
+    compiled = jax.jit(lambda x: cki.rms_norm(x))
+
+    def calls(number: int) -> None:
+        for _ in range(number):
+            y = compiled(x)
+        y.block_until_ready()
+
+    calls(50)
+    gc.collect()
+    prepared, objects, arrays = len(xla_calls._prepared), len(gc.get_objects()), len(jax.live_arrays())
+    resident = _resident_bytes()
+    calls(1000)
+    gc.collect()
+    assert len(xla_calls._prepared) == prepared and len(jax.live_arrays()) == arrays
+    assert len(gc.get_objects()) - objects < 100
+    assert _resident_bytes() - resident < 4 << 20
+
+
+def _resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_prepared_calls_are_bounded_and_made_again(monkeypatch):
+    monkeypatch.setattr(xla_calls, "_prepared", {})
+    monkeypatch.setattr(xla_calls, "_LIMIT", 4)
+    functions = [jax.jit(lambda x: cki.softmax(x)) for _ in range(7)]
+    arrays = [jnp.asarray(normal(2, 8 + n)) for n in range(7)]
+    first = [np.asarray(function(array)) for function, array in zip(functions, arrays)]
+    assert len(xla_calls._prepared) <= 4
+    for function, array, wanted in zip(functions, arrays, first):
+        np.testing.assert_array_equal(function(array), wanted)
+
+
+# ---------------------------------------------------------------- errors while a program runs
+
+
+def test_an_error_of_a_launch_is_xla_s_error_with_our_text(monkeypatch):
+    compiled = jax.jit(lambda x: cki.softmax(x) + 1)
+    x = jnp.asarray(normal(3, 40))
+    wanted = np.asarray(compiled(x))
+
+    def launch(self: Any, invocation: Any) -> None:
+        raise LaunchError("the driver said no: launch softmax")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(xla_calls.Prepared, "launch", launch)
+        with pytest.raises(Exception, match="INTERNAL.*the driver said no: launch softmax"):
+            compiled(x).block_until_ready()
+    np.testing.assert_array_equal(compiled(x), wanted)
+
+
+def test_a_call_of_another_version_is_refused():
+    with pytest.raises(CkiError, match="no operation 'gone': clear the compilation cache"):
+        xla_calls.run(Invocation(b'["gone", [], [], "sim:sm_90a", 0]', [], [], 0, 0))
+    with pytest.raises(CkiError, match="no call of CKI: b'nonsense'"):
+        xla_calls.run(Invocation(b"nonsense", [], [], 0, 0))
+    call = XlaCall("softmax", (("x", "f32", (2, 8)),), (1.0,), "sim:sm_90a")
+    with pytest.raises(CkiError, match="no call of CKI: .* 0 attributes, not 1"):
+        xla_calls.run(Invocation(replace(call, attributes=()).text().encode(), [4096], [8192], 0, 0))
+    with pytest.raises(CkiError, match="no call of CKI: .* 2 tensors, 1 addresses"):
+        xla_calls.run(
+            Invocation(replace(call, tensors=call.tensors * 2).text().encode(), [4096], [8192], 0, 0)
+        )
+
+
+def test_less_workspace_than_is_needed_is_refused():
+    """A program from a cache on disk, whose workspace another version of CKI or another device has chosen."""
+    x, w = ("x", "f32", (2, 7, 32)), [(name, "f32", (32, 32)) for name in ("wq", "wk", "wv", "wo")]
+    attributes = (2, 16, None, False, True, True, 1e-5, None, "in_out", None)
+    call = XlaCall("fused_attention", (x, *w), attributes, "sim:sm_90a").checked()
+    needed = xla_calls.prepare_call(call, [0]).workspace
+    assert needed > 0
+    with pytest.raises(CkiError, match=f"needs {needed} bytes of workspace here, the XLA program has 0"):
+        xla_calls.run(Invocation(call.text().encode(), [4096] * 5, [8192], 0, 0))
+
+
+def test_written_memory_must_be_the_caches_own():
+    arrays = (("k", (1, 2, 16)), ("v", (1, 2, 16)), ("k_cache", (2, 4, 2, 16)), ("v_cache", (2, 4, 2, 16)))
+    tensors = (*((name, "f32", shape) for name, shape in arrays), ("slot_mapping", "i32", (1,)))
+    call = XlaCall("append_kv", tensors, (None, None, False, 1e-6, 0.0), "sim:sm_90a").checked()
+    text = call.text().encode()
+    with pytest.raises(CkiError, match="in other memory than the tensor"):
+        xla_calls.run(Invocation(text, [4096, 8192, 12288, 16384, 20480], [24576, 28672], 0, 0))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2])
+def test_memory_that_is_aligned_worse_than_xla_promises(shift):
+    """In elements: the launch is planned for what the addresses are."""
+    x, out = np.zeros(4 * 96 + 16, np.float32), np.zeros(4 * 96 + 16, np.float32)
+    offsets = [(-array.ctypes.data % 64) // 4 + shift for array in (x, out)]
+    source, target = (array[offset:][: 4 * 96].reshape(4, 96) for array, offset in zip((x, out), offsets))
+    source[:] = normal(4, 96)
+    text = XlaCall("softmax", (("x", "f32", (4, 96)),), (1.0,), "sim:sm_90a").text().encode()
+    xla_calls.run(Invocation(text, [source.ctypes.data], [target.ctypes.data], 0, 0))
+    np.testing.assert_allclose(target, np.asarray(jax.nn.softmax(source)), rtol=1e-5)
+    assert not out[: offsets[1]].any() and not out[offsets[1] + 4 * 96 :].any()
+
+
+# ---------------------------------------------------------------- processes of their own
+
+TWO_DEVICES = """
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+assert len(jax.devices()) == 2
+x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 96)), jnp.float32)
+w = jnp.linspace(1, 2, 96)
+wanted = np.asarray(jax.jit(cki.layer_norm)(x, w))
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
+    spread = jax.device_put(x, NamedSharding(mesh, P("rows")))
+    everywhere = jax.device_put(w, NamedSharding(mesh, P()))
+    for check in (True, False):
+        shards = jax.shard_map(lambda x, w: cki.layer_norm(x, w), mesh=mesh, in_specs=(P("rows"), P()),
+                               out_specs=P("rows"), check_vma=check)
+        y = jax.jit(shards)(spread, everywhere)
+        assert len(y.addressable_shards) == 2 and y.addressable_shards[0].data.shape == (4, 96)
+        np.testing.assert_array_equal(y, wanted)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(lambda x, w: cki.layer_norm(x, w))(spread, everywhere), wanted)
+there = jax.device_put(x, jax.devices()[1])
+y = jax.jit(lambda x: cki.layer_norm(x, w))(there)
+assert y.devices() == {jax.devices()[1]}
+np.testing.assert_array_equal(y, wanted)
+print("right")
+"""
+
+
+def test_two_devices_and_shard_map():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    assert run_python(TWO_DEVICES, XLA_FLAGS=flags) == "right\n"
+
+
+CACHED = """
+from cki.adapters import xla_calls
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_compilation_cache_dir", {directory!r})
+x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
+heads = x.reshape(1, 4, 2, 32)
+print(float(jax.jit(lambda q: cki.attention(q, q, q, causal=True).sum())(heads)))
+"""
+
+
+def test_programs_from_a_compilation_cache_on_disk(tmp_path):
+    """A second process runs the first one's program: the text in it says all that a launch needs."""
+    script = CACHED.format(directory=str(tmp_path))
+    first = run_python(script)
+    assert any("jit__lambda" in path.name for path in tmp_path.iterdir())
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-cache")}
+    assert run_python(script) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-cache")} == before
+
+
+def test_an_exported_program_runs_in_a_process_that_never_traced_it(tmp_path):
+    from jax import export
+
+    checks = [export.DisabledSafetyCheck.custom_call("cki")]
+    shape = jax.ShapeDtypeStruct((4, 96), jnp.float32)
+    exported = export.export(jax.jit(lambda x: cki.rms_norm(x)), platforms=["cpu"], disabled_checks=checks)(
+        shape
+    )
+    (tmp_path / "program").write_bytes(exported.serialize())
+    x = normal(4, 96)
+    np.save(tmp_path / "x.npy", x)
+    script = f"""
+from jax import export
+cki_jax.register()
+program = export.deserialize(bytearray(open({str(tmp_path / "program")!r}, "rb").read()))
+np.save({str(tmp_path / "y.npy")!r}, program.call(jnp.asarray(np.load({str(tmp_path / "x.npy")!r}))))
+"""
+    run_python(script)
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), cki.rms_norm(x))
+
+
+def test_exit_while_calls_are_under_way():
+    script = """
+x = jnp.ones((64, 512))
+compiled = jax.jit(lambda x: cki.softmax(x))
+compiled(x)
+for _ in range(20):
+    x = compiled(x)
+print("done")
+"""
+    assert run_python(script) == "done\n"
+
+
+def test_eager_calls_through_xla_are_right():
+    """What arrays on a GPU take outside jit, on this device by `cki.adapters.jax`."""
+    x = jnp.asarray(normal(4, 96))
+    assert cki_jax.softmax(x).devices() == x.devices()
+    np.testing.assert_array_equal(cki_jax.softmax(x), cki.softmax(x))
