@@ -6,7 +6,7 @@
 // swizzled), and one lane starts a TMA store, which skips rows and columns past the end; the next slab is computed
 // meanwhile. No warp waits for another. TMA writes whole units of 16 bytes, so the planner asks for it only where a row
 // of y is a multiple of them. Otherwise the lanes store pairs or single elements themselves. What a slab adds is loaded
-// a slab ahead, the first slab's before the products.
+// a slab ahead, the first slab's beside the last products, all from L2, where it was asked for before the products.
 //
 // The residual is read by the warp that writes the same elements afterwards, so it may be y itself.
 #pragma once
@@ -269,24 +269,25 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
   }
 }
 
-// All lanes of a warp: what a tile's finish will read, on its way to L2.
-template <class Rules, int kBlockM, int kBlockN, class Element, class Bias>
+// All lanes of a warp, before a tile's products: what its finish will read, on its way to L2. The warp's part of the
+// tile: rows [first_row, +16) of each of kRowTiles times 64, kColumns columns.
+template <class Rules, int kRowTiles, int kColumns, class Element, class Bias>
 __device__ __forceinline__ void prefetch_inputs(const Result<Element, Bias>& result, int first_row, int first_column) {
-  constexpr int kLine = 128;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  constexpr int kLine = 128;  // bytes
+  const int lane = opaque_lane();
   if constexpr (Rules::kHasBias && Rules::kVectorBias == 2) {
-    constexpr int kColumns = kLine / static_cast<int>(sizeof(Bias));
-    const int column = first_column + lane * kColumns;
-    if (lane * kColumns < kBlockN && column < result.columns) {
-      ptx::prefetch_global_l2(result.bias + result.gate_column + column);
-      if constexpr (Rules::kGated) ptx::prefetch_global_l2(result.bias + result.up_column + column);
+    const int at = lane * (kLine / static_cast<int>(sizeof(Bias)));
+    if (at < kColumns && first_column + at < result.columns) {
+      ptx::prefetch_global_l2(result.bias + result.gate_column + first_column + at);
+      if constexpr (Rules::kGated) ptx::prefetch_global_l2(result.bias + result.up_column + first_column + at);
     }
   }
   if constexpr (Rules::kHasResidual && Rules::kVectorResidual == 2) {
-    constexpr int kLines = kBlockN * static_cast<int>(sizeof(Element)) / kLine;
+    constexpr int kLines = kColumns / kSlabColumns;  // of a row: a slab's columns are a line
 #pragma unroll 1
-    for (int i = lane; i < kBlockM * kLines; i += 32) {
-      const int row = first_row + i / kLines, column = first_column + i % kLines * (kBlockN / kLines);
+    for (int i = lane; i < kRowTiles * 16 * kLines; i += 32) {
+      const int row = first_row + i / kLines / 16 * 64 + i / kLines % 16;
+      const int column = first_column + i % kLines * kSlabColumns;
       if (row >= result.rows || column >= result.columns) continue;
       ptx::prefetch_global_l2(result.residual.data + result.residual.row_offset(row) + column);
     }

@@ -155,15 +155,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x >= 32) {
-      // The second warp: the consumers' first tiles find an empty ring, and have nothing else to hide their loads.
-      if (threadIdx.x < 64) {
-        ptx::griddepcontrol_wait();
-        for (int number = block; number < min(tiles, block + kTilesPerRound * blocks); number += blocks) {
-          const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-          const int row = (tile.m * kSharers + m_part) * kBlockM;
-          gemm::prefetch_inputs<Rules, kBlockM, kOutN>(result, row, tile.n * kOutN);
-        }
-      }
       leave_cluster();
       return;
     }
@@ -226,8 +217,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int unit = rank * Parts::kOwnUnits + consumer * 4 + warp;
     const int first_row = tile_row + (kSplit > 1 ? Parts::row_of(unit) : group_row + warp * 16);
     const int first_column = tile_column + (kSplit > 1 ? Parts::column_of(unit) : group_column);
-    gemm::SlabInputs<Rules, Element, Bias> inputs;
-    if (kSplit == 1 || consumer * 4 + warp < Parts::kOwnUnits) inputs.load(result, first_row, first_column);
+    const bool finishes = kSplit == 1 || consumer * 4 + warp < Parts::kOwnUnits;
+    if (finishes) {
+      constexpr int kRowTilesOut = kSplit > 1 ? 1 : kRowTiles;
+      constexpr int kColumnsOut = kSplit > 1 ? gemm::kSlabColumns : kGroupColumns / (kGated ? 2 : 1);
+      gemm::prefetch_inputs<Rules, kRowTilesOut, kColumnsOut>(result, first_row, first_column);
+    }
     turns.take();
     float sum[kRowTiles][kGroupColumns / 2];
     Ring done = ring;  // one stage behind
@@ -243,6 +238,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (k > 0) release(done);
     }
     turns.pass();
+    gemm::SlabInputs<Rules, Element, Bias> inputs;  // from L2, beside the last stage's products
+    if (finishes) inputs.load(result, first_row, first_column);
     ptx::wgmma_wait_group<0>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::wgmma_fence_registers(sum[i]);
