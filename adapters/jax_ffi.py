@@ -48,7 +48,12 @@ def bind(spec: OpSpec, inputs: Sequence[Any], attributes: Sequence[Any]) -> Any:
         tuple(attributes),
         _device_choice(),
     ).checked()
-    results = primitive.bind(*(tensor for _, tensor in given), **_parameters(call))
+    arrays = [tensor for _, tensor in given]
+    parameters = _parameters(call)
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        results = primitive.bind(*arrays, **parameters)
+    else:  # JAX's fast way of a compiled call, which there is not from inside `bind`
+        results = _compiled(tuple(parameters.items()))(*arrays)
     return results[0] if len(results) == 1 else tuple(results)
 
 
