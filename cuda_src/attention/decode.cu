@@ -21,12 +21,14 @@
 // touched.
 //
 // At the end of a unit the states of the warps are combined (decode_combine.cuh), by one warp in turn while the others
-// read on; at the block's end by all. A block that had all of the unit writes the result. Else it writes its part (fp32), and the parts are merged by a launch of decode_merge.cu, which
-// begins while this one runs (kProgrammatic, sm_90), or by the block that arrives last (kMergeHere; counters are zero
-// before and after every launch).
+// read on; at the block's end by all. A block that had all of the unit writes the result. Else the unit's parts (fp32)
+// are merged
+//   - by a launch of decode_merge.cu, which begins while this one runs (kProgrammatic, sm_90), from device memory;
+//   - by the block that arrives last (kMergeHere), likewise; counters are zero before and after every launch;
+//   - by the blocks of a cluster, which are a unit's groups (kCluster, sm_90), from their shared memory.
 //
-// What is not a key of the sequence is not read: slots past its end, table entries past its end or before its window.
-// A table entry outside the cache stands for keys and values of zero. Keys that some but not all rows see are hidden by
+// Slots past a sequence's end are not read; table entries past it or before the window may be anything. A table entry
+// outside the cache stands for keys and values of zero. Keys that some but not all rows see are hidden by
 // replacing scores.
 #include "attention/decode_combine.cuh"
 #include "attention/decode_copy.cuh"
@@ -139,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   TableIndex ahead{};  // the table's entry of the tile that the lane looks for next
   if constexpr (kOrder == Order::kDealt) {
     schedule.cut(least_positions);
-    ahead = source.tile_entry(single, schedule.template tile_at<kWarps>(warp + lane * kWarps, own_group) * kTileKeys, capacity);
+    const int tile = schedule.template tile_at<kWarps>(warp + lane * kWarps, own_group);
+    ahead = source.tile_entry(single, tile * kTileKeys, capacity);
   }
   if (warp == kWarps - 1) {
     // While the lengths are awaited, small tables come to L2, and the queries that would be this block's if all sequences
@@ -150,8 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                               line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
     constexpr int kLines = (kHeadDim * static_cast<int>(sizeof(Element)) + 127) / 128;  // of a query
     const int row = lane / kLines + beside % kRowBlocks * kRows, head = row % kGroup + beside / kRowBlocks * kGroup;
-    const int sequence =
-        kOrder == Order::kLine ? own_group * batch / static_cast<int>(gridDim.y) : single;
+    const int sequence = kOrder == Order::kLine ? own_group * batch / static_cast<int>(gridDim.y) : single;
     if (kQueryPairs && lane / kLines < kRows && row < total_rows)
       ptx::prefetch_global_l2(q + sequence * q_batch + row / kGroup * q_query + head * q_head +
                               lane % kLines * (128 / static_cast<int>(sizeof(Element))));
