@@ -1,0 +1,200 @@
+"""Attention implementation "cki" of transformers: small random models against its own eager attention.
+
+Logits, greedy text with dynamic and static caches, padding on either side; a counter of launches shows whose kernels
+ran.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+import cki  # noqa: E402
+from cki.adapters.transformers import attention_forward, register  # noqa: E402
+from cki.errors import UnsupportedError  # noqa: E402
+from cki.launch import SimExecutable  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+DECODER = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+WINDOW = 6
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt_oss": ("GptOss", {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+BATCHES = {
+    "whole": torch.ones(2, 9, dtype=torch.int64),
+    "left": torch.tensor([[0, 0, 0] + [1] * 6, [1] * 9]),
+    "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4]),
+}
+
+
+def ids(length=9):
+    return torch.randint(2, 128, (2, length), generator=torch.Generator().manual_seed(5))
+
+
+def make(family):
+    """A model of random weights, large enough that attention decides what comes next."""
+    name, options = FAMILIES[family]
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    torch.manual_seed(11)
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**DECODER, **options)).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 or name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Models by family, each made once."""
+    register()
+    made = {}
+    return lambda family: made.setdefault(family, make(family))
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """Launches of each kernel on the simulated device, where every test runs."""
+    counts = Counter()
+    launch = SimExecutable.launch
+
+    def counted(self, pointers, stream):
+        counts.update(step.kernel.entry for step in self.plan.steps)
+        launch(self, pointers, stream)
+
+    monkeypatch.setattr(SimExecutable, "launch", counted)
+    with cki.device("sim"), torch.no_grad():
+        yield counts
+
+
+def close(found, wanted):
+    return (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(models, launches, family, batch):
+    model, mask = models(family), BATCHES[batch]
+    model.set_attn_implementation("eager")
+    wanted = model(ids(), attention_mask=mask).logits
+    assert not launches
+    model.set_attn_implementation("cki")
+    found = model(ids(), attention_mask=mask).logits
+    assert launches.total() == model.config.num_hidden_layers
+    real = mask.bool()
+    assert close(found[real], wanted[real])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("batch", ["whole", "left"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text(models, launches, family, batch, cache):
+    model, new = models(family), 5
+    options = {
+        "max_new_tokens": new,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
+    model.set_attn_implementation("eager")
+    wanted = model.generate(ids(), attention_mask=BATCHES[batch], **options)
+    model.set_attn_implementation("cki")
+    found = model.generate(ids(), attention_mask=BATCHES[batch], **options)
+    assert found.shape[1] == 9 + new
+    assert torch.equal(found, wanted)
+    layers = model.config.num_hidden_layers
+    # Without padding (in a layer's window) the kernel for decoding reads a dynamic cache, from the second token on.
+    decoded = launches["paged_attention"]
+    assert launches["attention"] == new * layers - decoded
+    if (batch, cache) == ("whole", "dynamic"):
+        assert decoded == (new - 1) * layers
+    elif "sliding_window" not in FAMILIES[family][1]:
+        assert decoded == 0
+
+
+def test_a_prompt_in_parts(models):
+    """Later parts see the earlier ones in the cache, at most a window of them."""
+    for family in ("llama", "mistral"):
+        model = models(family)
+        model.set_attn_implementation("cki")
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        wanted = model(ids(40)).logits
+        first = model(ids(40)[:, :10], use_cache=True)
+        second = model(ids(40)[:, 10:30], use_cache=True, **{name: first.past_key_values})
+        third = model(ids(40)[:, 30:], **{name: second.past_key_values})
+        assert close(torch.cat([first.logits, second.logits, third.logits], 1), wanted)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_bert(launches, batch):
+    register()
+    torch.manual_seed(3)
+    model = transformers.BertModel(transformers.BertConfig(**SIZES), add_pooling_layer=False).eval()
+    mask = BATCHES[batch]
+    wanted = model(ids(), attention_mask=mask).last_hidden_state
+    model.set_attn_implementation("cki")
+    found = model(ids(), attention_mask=mask).last_hidden_state
+    assert launches == {"attention": 2}
+    assert close(found[mask.bool()], wanted[mask.bool()])
+
+
+def test_keys_are_not_repeated(models, monkeypatch):
+    """What reaches the kernels are the cache's own tensors, with its heads."""
+    seen = []
+    monkeypatch.setattr(
+        "cki.adapters.transformers.attention",
+        lambda q, k, v, **_: seen.append((q, k, v)) or torch.zeros_like(q),
+    )
+    model = models("llama")
+    model.set_attn_implementation("cki")
+    cache = model(ids(), use_cache=True).past_key_values
+    (_, k, v), layer = seen[0], cache.layers[0]
+    assert k.shape[2] == 2
+    assert (k.data_ptr(), v.data_ptr()) == (layer.keys.data_ptr(), layer.values.data_ptr())
+
+
+def test_compiles_to_one_graph(models):
+    model = models("mistral")
+    model.set_attn_implementation("cki")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for mask in (None, BATCHES["left"]):
+        wanted = model(ids(), attention_mask=mask, use_cache=False).logits
+        found = compiled(ids(), attention_mask=mask, use_cache=False).logits
+        assert close(found[:, 3:], wanted[:, 3:])
+
+
+def test_refusals(models):
+    module, q = models("llama"), torch.zeros(1, 2, 3, 16)
+    with pytest.raises(UnsupportedError, match=r"dropout is 0\.1"):
+        attention_forward(module, q, q, q, None, dropout=0.1)
+    with pytest.raises(UnsupportedError, match="output_attentions=True"):
+        attention_forward(module, q, q, q, None, output_attentions=True)
+    with pytest.raises(UnsupportedError, match="a window of 2 without a mask"):
+        attention_forward(module, q, q, q, None, is_causal=False, sliding_window=2)
