@@ -60,14 +60,14 @@ class HopperTiles:
         """Registers a thread at launch: what the compiler may use before setmaxnreg moves them."""
         return min(255, _REGISTER_FILE // (self.threads * self.blocks_per_sm) // 8 * 8)
 
-    def register_shares(self, paged: bool = False) -> tuple[int, int]:
+    def register_shares(self, packed: bool = False) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched.
 
-        paged: keys in a cache.
+        packed: sequences of their own lengths, for which the producer searches.
         """
         if self.consumers == self.blocks_per_sm == 1:
             return 0, 0
-        producer = 32 if self.consumers == 3 else 40 if paged else 24  # a look into a block table takes some
+        producer = 32 if self.consumers == 3 else 40 if packed else 24  # with 24 a search spills
         consumer = (_REGISTER_FILE // self.blocks_per_sm // 128 - producer) // self.consumers // 8 * 8
         return producer, min(240, consumer)
 

@@ -157,8 +157,7 @@ def plan_hopper(
     blocks = work if tiles.schedule == "single" else min(work, resident)
     kv_bytes = keys * (head_dim + value_dim) * itemsize
     section = heads_per_section(kv_bytes, group, batch * heads, row_blocks, resident, device)
-    is_paged = packed is not None and packed.block_table is not None
-    producer_registers, consumer_registers = tiles.register_shares(is_paged)
+    producer_registers, consumer_registers = tiles.register_shares(packed is not None)
     kernel = kernel_spec(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),

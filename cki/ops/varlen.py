@@ -56,8 +56,8 @@ def varlen_attention(
         bf16, all three alike; head dimensions 1 to 256; any strides.
     cu_seqlens_q: i32 or i64 [batch + 1]; sequence b has the queries from cu_seqlens_q[b] up to cu_seqlens_q[b + 1].
     cu_seqlens_k: likewise of the keys; None: those of the queries.
-    max_seqlen_q, max_seqlen_k: the longest sequence, if known.  Hints: the tiles are cut for max_seqlen_q (else for
-        the mean length); a wrong one costs time, never a result.
+    max_seqlen_q, max_seqlen_k: the longest sequence, if known.  Hints: kernel and tiles are chosen for max_seqlen_q
+        (else for the mean length); a wrong one costs time, and another kernel has other last bits.
 
     With a block_table the keys lie in a paged cache: a prefix from earlier calls and the new tokens themselves, which
     `cki.append_kv` has written (chunked prefill; decoding and prefill in one batch):
@@ -71,7 +71,7 @@ def varlen_attention(
 
     Returns out [tokens, heads, value_dim], or (out, lse [heads, tokens]).  A query that sees no key, and a row that
     belongs to no sequence (past the last offset), gets 0, and lse -inf (with sinks: lse = sink).  Sequences without
-    queries or keys are allowed.  A sequence's results are the bits that it gets alone, in any company.
+    queries or keys are allowed.  By one kernel, a sequence's results are the bits that it gets alone, in any company.
 
     Lengths and tables are read on the device: nothing waits for the host, and a captured graph serves other lengths.
     Offsets and lengths beyond the tensors are cut off, an entry outside the cache stands for zeros, and of falling

@@ -56,8 +56,8 @@ def test_tiles_fit_shared_memory_and_registers():
         assert per_sm * (tiles.shared_memory(dim, value_dim) + 1024) <= 228 * 1024
         assert tiles.block_keys % 16 == 0 and tiles.block_keys <= 256 and tiles.block_rows <= 256
         assert tiles.stages >= 2
-        for paged in (False, True):
-            producer, consumer = tiles.register_shares(paged)
+        for packed in (False, True):
+            producer, consumer = tiles.register_shares(packed)
             assert 128 * per_sm * (producer + tiles.consumers * consumer) <= 65536
             # Accumulators, weights and about 30 more: what spills is found by compiling, what cannot fit here.
             needed = tiles.block_keys // 2 + tiles.block_keys // 4 + value_dim // 2 + 24

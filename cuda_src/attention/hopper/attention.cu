@@ -180,14 +180,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x >= 32) return;
-    // One thread waits and copies; for packed sequences the rest of its warp helps to search. It must not wait too: a lane
-    // that falls behind would miss a phase.
-    bool is_issuer = ptx::elect_one();
-    if constexpr (!kVarlen) {
-      if (!is_issuer) return;
-      is_issuer = true;
-    }
-    for (work.begin_producer(); work.has_work(); work.next_of_producer()) {
+    // One thread waits and copies. For packed sequences the rest of its warp helps to search, and in a cache to find blocks;
+    // then all wait, and meet after every wait, since a lane that falls behind would miss a phase.
+    const bool is_issuer = ptx::elect_one();
+    if (!kVarlen && !is_issuer) return;
+    for (work.begin_producer(is_issuer); work.has_work(); work.next_of_producer()) {
+      if (!kPaged && !is_issuer) continue;
       const SequenceTile tile = tile_of(work);
       const Band band = band_of(tile);
       const int first_row = tile.row_block * kBlockRows;
@@ -210,20 +208,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         using Type = decltype(type);
         if constexpr (kPaged) {
           load_paged_tile<Type, kBoxKeys>(smem + place, map, full, box, kv_head, is_issuer);
-        } else if (is_issuer) {
+        } else {
           load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, kv_head, batch_of(tile));
         }
       };
       const auto load_keys = [&](int j, const KeyPlace& box) {
-        if (is_issuer) key_ring.wait_empty();
+        key_ring.wait_empty();
         load_rows(KeyTile{}, Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map, key_ring.full + key_ring.stage, j,
                   box);
         key_ring.advance();
       };
       KeyPlace box = find_box(range.end_tile - 1);
       load_keys(range.end_tile - 1, box);
+      query_ring.wait_empty();
+      if constexpr (kPaged) __syncwarp();
       if (is_issuer) {
-        query_ring.wait_empty();
         load_tile<QueryTile>(smem + Layout::kQueries, &q_map, query_ring.full, tile.first_query + first_row, tile.head,
                              batch_of(tile));
       }
@@ -236,19 +235,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         } else {
           work.draw();
         }
-        if (is_issuer) value_ring.wait_empty();
+        value_ring.wait_empty();
         const int place = Layout::kValues + value_ring.stage * ValueTile::kBytes;
         const int unused = (j + 1) * kBlockKeys - band.keys;  // keys of the tile that do not exist
-        if (kPaged && unused > 0 && band.keys % block_size != 0) {
-          load_rows(ValueTile{}, place, &v_map, tail.full, j, box_of_values);
-          if (is_issuer) tail.wait_full();
+        const bool is_cleared = kPaged && unused > 0 && band.keys % block_size != 0;
+        u64* const full = value_ring.full + value_ring.stage;
+        load_rows(ValueTile{}, place, &v_map, is_cleared ? tail.full : full, j, box_of_values);
+        if (is_cleared) {
+          tail.wait_full();
           tail.advance();
           __syncwarp();
           const int first_row = kBlockKeys - unused;
-          clear_rows<ValueTile>(smem + place, first_row, first_row + min(unused, block_size - band.keys % block_size));
-          if (is_issuer) ptx::mbarrier_arrive(value_ring.full + value_ring.stage);
-        } else {
-          load_rows(ValueTile{}, place, &v_map, value_ring.full + value_ring.stage, j, box_of_values);
+          clear_rows<ValueTile>(smem + place, first_row, min(kBlockKeys, first_row + block_size - band.keys % block_size));
+          if (is_issuer) ptx::mbarrier_arrive(full);
         }
         value_ring.advance();
       }

@@ -58,7 +58,8 @@ struct PackedWorkSource {
   SequenceTile* tiles;  // one for each stage of the ring
   SequenceTile tile{};
   WorkSequence<kSchedule> numbers;
-  u32 drawn = 0;  // lane 0's
+  int issuer = 0;  // the lane that draws and publishes
+  u32 drawn = 0;   // its
 
   __device__ __forceinline__ PackedWorkSource(const Sequences& sequences, const WorkOrder& order, u32* counter,
                                               unsigned char* ring_memory, unsigned char* tiles)
@@ -71,17 +72,23 @@ struct PackedWorkSource {
 
   __device__ __forceinline__ bool has_work() const { return tile.row_block >= 0; }
 
-  // Producer: finds the first tile.
-  __device__ __forceinline__ void begin_producer() { publish_from(static_cast<int>(blockIdx.x)); }
+  // Producer: finds the first tile. is_issuer: of one lane.
+  __device__ __forceinline__ void begin_producer(bool is_issuer) {
+    issuer = __ffs(static_cast<int>(__ballot_sync(kFullWarp, is_issuer))) - 1;
+    publish_from(static_cast<int>(blockIdx.x));
+  }
 
-  // Producer: draws the next number; WorkSource::draw says when.
+  // Producer, the issuer at least: draws the next number; WorkSource::draw says when.
   __device__ __forceinline__ void draw() {
     if constexpr (kSchedule == Schedule::dynamic) {
-      if (threadIdx.x == 0) drawn = gridDim.x + atomicAdd(counter, 1u);
+      if (threadIdx.x == static_cast<u32>(issuer)) drawn = gridDim.x + atomicAdd(counter, 1u);
     }
   }
 
-  __device__ __forceinline__ void next_of_producer() { publish_from(next_number()); }
+  __device__ __forceinline__ void next_of_producer() {
+    __syncwarp();
+    publish_from(next_number());
+  }
 
   // Consumers: take the first tile, and the next ones.
   __device__ __forceinline__ void begin_consumer() { take(); }
@@ -94,7 +101,7 @@ struct PackedWorkSource {
  private:
   __device__ __forceinline__ int next_number() {
     if constexpr (kSchedule == Schedule::dynamic) {
-      return static_cast<int>(__shfl_sync(kFullWarp, drawn, 0));
+      return static_cast<int>(__shfl_sync(kFullWarp, drawn, issuer));
     } else {
       return numbers.next();
     }
@@ -110,8 +117,9 @@ struct PackedWorkSource {
       draw();
       number = next_number();
     }
-    if (threadIdx.x == 0) {
-      ring.wait_empty();
+    ring.wait_empty();
+    __syncwarp();
+    if (threadIdx.x == static_cast<u32>(issuer)) {
       tiles[ring.stage] = tile;
       ptx::mbarrier_arrive(ring.full + ring.stage);
     }

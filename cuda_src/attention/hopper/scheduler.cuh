@@ -106,7 +106,7 @@ struct WorkSource {
   __device__ __forceinline__ bool has_work() const { return number < total; }
 
   // The first number is known: nothing to fetch.
-  __device__ __forceinline__ void begin_producer() const {}
+  __device__ __forceinline__ void begin_producer(bool) const {}
   __device__ __forceinline__ void begin_consumer() const {}
 
   // Producer: draws the next number. Late, while the last copies of a tile wait for room: a number drawn at the start of a
