@@ -1,7 +1,7 @@
 """XLA's foreign function interface spoken from Python: a handler that XLA calls is made from a Python function.
 
 XLA hands a handler a call frame: buffers that are ready in stream order, room for the results, and the stream.  The
-structures are those of `xla/ffi/api/c_api.h` (API 0.2 to 0.4), of which only fields that all these versions have at the
+structures are those of `xla/ffi/api/c_api.h` (API 0.1 to 0.4), of which only fields that all these versions have at the
 same place are read.  Each call checks the major version and the sizes that the runtime states in its structures; where
 they do not fit, the call ends in an XLA error, never in a wrong read.  Nothing here imports a framework.
 """
@@ -118,8 +118,13 @@ class _ErrorArguments(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _DestroyArguments(ctypes.Structure):
+    _fields_ = [("struct_size", _Size), ("extension", _Pointer), ("error", _Pointer)]
+
+
 _Handler = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_CallFrame))
 _ErrorCreate = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_ErrorArguments))
+_ErrorDestroy = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DestroyArguments))
 _StreamGet = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_StreamArguments))
 _OrdinalGet = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_OrdinalArguments))
 
@@ -208,7 +213,7 @@ def _check_layout(frame: _CallFrame, api: _Api) -> None:
     found = ", ".join(f"{kind.__name__[1:]} of {part.struct_size} bytes" for part, kind in wanted)
     needed = ", ".join(str(ctypes.sizeof(kind)) for _, kind in wanted)
     raise CkiError(
-        f"this XLA speaks FFI {api.version.major}.{api.version.minor} ({found}); CKI reads FFI {_API_MAJOR}.2 to "
+        f"this XLA speaks FFI {api.version.major}.{api.version.minor} ({found}); CKI reads FFI {_API_MAJOR}.1 to "
         f"{_API_MAJOR}.{_KNOWN_MINOR} (at least {needed} bytes)"
     )
 
@@ -227,7 +232,7 @@ def _text(attributes: _Attributes) -> bytes:
 
 def _stream_and_ordinal(frame: _CallFrame, api: _Api) -> tuple[int, int]:
     asked = _StreamArguments(ctypes.sizeof(_StreamArguments), None, frame.context, None)
-    if _StreamGet(api.stream_get)(ctypes.byref(asked)):
+    if _failed(api, _StreamGet(api.stream_get)(ctypes.byref(asked))):
         raise CkiError("XLA has no CUDA stream for this call")
     if (
         api.struct_size < _Api.device_ordinal_get.offset + ctypes.sizeof(_Pointer)
@@ -235,8 +240,17 @@ def _stream_and_ordinal(frame: _CallFrame, api: _Api) -> tuple[int, int]:
     ):
         return asked.stream or 0, -1
     place = _OrdinalArguments(_OrdinalArguments.ordinal.offset + 4, None, frame.context, -1)
-    failed = _OrdinalGet(api.device_ordinal_get)(ctypes.byref(place))
+    failed = _failed(api, _OrdinalGet(api.device_ordinal_get)(ctypes.byref(place)))
     return asked.stream or 0, -1 if failed else place.ordinal
+
+
+def _failed(api: _Api, error: int | None) -> bool:
+    """Whether a function of the API returned an error, which is ours to destroy."""
+    if error:
+        _ErrorDestroy(api.error_destroy)(
+            ctypes.byref(_DestroyArguments(ctypes.sizeof(_DestroyArguments), None, error))
+        )
+    return bool(error)
 
 
 def _xla_error(api: Any, error: BaseException) -> int | None:

@@ -18,11 +18,14 @@ class Runtime:
 
     def __init__(self, major: int = 0, api_size: int | None = None) -> None:
         self.errors: list[tuple[int, str]] = []
+        self.destroyed: list[int] = []
+        self.stream_error: int | None = None
         self._kept: list[Any] = []
         api = xla_ffi._Api()
         api.struct_size = ctypes.sizeof(api) if api_size is None else api_size
         api.version.major = major
         api.error_create = self._function(xla_ffi._ErrorCreate, self._error)
+        api.error_destroy = self._function(xla_ffi._ErrorDestroy, self._destroy)
         api.stream_get = self._function(xla_ffi._StreamGet, self._stream)
         api.device_ordinal_get = self._function(xla_ffi._OrdinalGet, self._ordinal)
         self.api = api
@@ -37,7 +40,10 @@ class Runtime:
 
     def _stream(self, arguments: Any) -> int | None:
         arguments.contents.stream = 0x57
-        return None
+        return self.stream_error
+
+    def _destroy(self, arguments: Any) -> None:
+        self.destroyed.append(arguments.contents.error)
 
     def _ordinal(self, arguments: Any) -> int | None:
         arguments.contents.ordinal = 1
@@ -47,6 +53,7 @@ class Runtime:
         self, text: bytes = b"call", addresses: tuple[int, ...] = (64, 128), results: tuple[int, ...] = (256,)
     ) -> Any:
         frame = xla_ffi._CallFrame()
+        frame.runtime = self  # keeps what the frame points to
         frame.struct_size = ctypes.sizeof(frame)
         frame.api = ctypes.pointer(self.api)
         self._fill(frame.arguments, addresses)
@@ -82,10 +89,19 @@ def test_what_a_call_is_told():
 
 
 def test_a_runtime_that_tells_no_device():
-    """FFI 0.0 ended before XLA_FFI_DeviceOrdinal_Get."""
+    """Its function table ends before XLA_FFI_DeviceOrdinal_Get."""
     seen: list[Any] = []
     handler_of(seen.append, has_stream=True)(Runtime(api_size=xla_ffi._Api.device_ordinal_get.offset).frame())
     assert seen[0].ordinal == -1
+
+
+def test_a_runtime_without_a_stream():
+    """Its own error is destroyed; the call ends in ours."""
+    runtime = Runtime()
+    runtime.stream_error = 99
+    assert handler_of(lambda _: pytest.fail("called"), has_stream=True)(runtime.frame()) == 4321
+    assert runtime.destroyed == [99]
+    assert runtime.errors == [(13, "XLA has no CUDA stream for this call")]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +141,7 @@ def test_structures_that_are_too_small_are_refused():
         structure = getattr(frame, part) if part else frame
         structure.struct_size -= 8
         assert handler_of(lambda _: pytest.fail("called"))(frame) == 4321
-        assert "CKI reads FFI 0.2 to 0.4" in runtime.errors[0][1]
+        assert "CKI reads FFI 0.1 to 0.4" in runtime.errors[0][1]
     runtime = Runtime(major=1)
     handler_of(lambda _: pytest.fail("called"))(runtime.frame())
     assert "this XLA speaks FFI 1.0" in runtime.errors[0][1]
