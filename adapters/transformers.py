@@ -49,7 +49,7 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """What a layer's queries may see; arguments are those of transformers' `sdpa_mask`.
 
-    others: among them the queries' places, as q_length, q_offset and device, or (before 5.4) as cache_position.
+    others: among them the queries' places, as q_length, q_offset and device, or (early 5.x) as cache_position.
     """
     # Layers are told of their window even where this returns None, so it may only where no window is in play.
     skips = allow_is_causal_skip and mask_function is causal_mask_function

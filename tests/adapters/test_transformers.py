@@ -19,7 +19,7 @@ from cki.adapters.transformers import attention_forward, register  # noqa: E402
 from cki.errors import UnsupportedError  # noqa: E402
 from cki.launch import SimExecutable  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.transformers]
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -16,7 +16,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 #: Largest difference allowed, for the dtype each example uses: what two sound kernels may differ by.
 BOUNDS = {"use_with_torch": 0.07, "use_with_cupy": 5e-3}
-NEEDS = {"use_with_torch": "torch", "use_with_tensorflow": "tensorflow", "use_with_jax": "jax"}
+NEEDS = {
+    "use_with_torch": "torch", "use_with_transformers": "transformers", "use_with_tensorflow": "tensorflow",
+    "use_with_jax": "jax",
+}  # fmt: skip
 GPU_ONLY = {"use_with_cupy"}
 
 
@@ -58,4 +61,4 @@ def test_example(path, kind, tmp_path):
 
 def test_each_framework_has_an_example():
     names = {path.stem.removeprefix("use_with_") for path in EXAMPLES}
-    assert {"numpy", "cupy", "torch", "tensorflow", "jax"} <= names
+    assert {"numpy", "cupy", "torch", "transformers", "tensorflow", "jax"} <= names
