@@ -190,6 +190,21 @@ def test_compiles_to_one_graph(models):
         assert close(found[:, 3:], wanted[:, 3:])
 
 
+def test_decoding_with_a_static_cache_compiles_to_one_graph(models):
+    """As `generate` compiles it on a GPU: one graph for all steps."""
+    model, logits = models("llama"), {}
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    for implementation in ("eager", "cki"):
+        model.set_attn_implementation(implementation)
+        cache = {name: transformers.StaticCache(config=model.config, max_cache_len=16)}
+        model(ids(), attention_mask=BATCHES["whole"], **cache)
+        step = torch.compile(model, fullgraph=True, backend="aot_eager") if implementation == "cki" else model
+        token, mask = ids()[:, :1], torch.ones(2, 10, dtype=torch.int64)
+        position = torch.full((2, 1), 9)
+        logits[implementation] = step(token, attention_mask=mask, position_ids=position, **cache).logits
+    assert close(logits["cki"], logits["eager"])
+
+
 def test_refusals(models):
     module, q = models("llama"), torch.zeros(1, 2, 3, 16)
     with pytest.raises(UnsupportedError, match=r"dropout is 0\.1"):
