@@ -1,7 +1,8 @@
 """JAX arrays and tracers; `cki.adapters.jax.layer_norm` and so on: every public operation as a function of JAX.
 
 A public operation that sees a tracer (inside `jax.jit`, `jax.vmap`, ...) becomes a call in JAX's program
-(`cki.adapters.jax_ffi`), and so does one on concrete arrays on a GPU: XLA runs it on its own stream, on its own memory.
+(`cki.adapters.jax_ffi`), and so does one on concrete arrays on a GPU, or that writes to its arguments, which JAX arrays
+do not allow: XLA runs it on its own stream, on its own memory.
 
 What remains (the simulated device outside jit, a user's own kernels, `cki.Encoder`, `stream=`) reads arrays by DLPack.
 JAX computes on streams of its own that nobody can be told of, so `begin` waits until the inputs are computed and
@@ -34,10 +35,14 @@ from cki.dlpack import DLPackExport, from_capsule
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.memory.views import CacheTensor
+from cki.ops.cache_arguments import is_cache_memory
 from cki.ops.call import Planned, PlanRequest
 from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
 from cki.tensor import DeviceId, TensorView, contiguous_strides
+
+#: Platforms on which calls outside jit go through XLA too.
+_THROUGH_XLA = ("gpu", "cuda")
 
 # Output memory that JAX has let go of, which its compute stream may still be reading.  Deleting a JAX array runs
 # the deleter at once; the memory goes back to CuPy's pool only after the next synchronisation.
@@ -124,17 +129,18 @@ class JaxAdapter(IndirectAdapter):
                     hint="call it outside, or the public operations that it is made of inside",
                 )
             return _in_program(spec, inputs, attributes, outs, stream)
+        written = [tensor for item, tensor in zip(spec.inputs, inputs) if item.written and tensor is not None]
         if (
             not is_public
             or stream is not None
             or capture_state.active
             or any(out is not None for out in outs)
-            or any(item.written and tensor is not None for item, tensor in zip(spec.inputs, inputs))
+            or any(is_cache_memory(tensor) for tensor in written)
         ):
             return NotImplemented
         require_valid(self, [item.name for item in spec.inputs], inputs)
         devices = {device for tensor in present for device in tensor.devices()}
-        if len(devices) == 1 and devices.pop().platform in ("gpu", "cuda"):
+        if written or (len(devices) == 1 and devices.pop().platform in _THROUGH_XLA):
             return jax_ffi.bind(spec, inputs, attributes)
         return NotImplemented
 

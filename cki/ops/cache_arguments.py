@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from cki.ops.spec import Problem
 
 #: Where frameworks keep `from_dlpack`, by the package that the type of their tensors is of.
 _IMPORTERS = {"cupy": "cupy", "torch": "torch", "jax": "jax.dlpack", "jaxlib": "jax.dlpack"}
+
+# JAX arrays over a cache's memory, by identity.  Other JAX arrays must never be written to.
+_jax_views: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 CACHE_DTYPES = (dtypes.f32, dtypes.f16, dtypes.bf16, dtypes.e4m3)
 
@@ -33,6 +37,11 @@ def imported(tensors: tuple[Any, ...], like: Any) -> list[Any]:
     return [_import(tensor, like) if isinstance(tensor, CacheTensor) else tensor for tensor in tensors]
 
 
+def is_cache_memory(array: Any) -> bool:
+    """Whether a JAX array is an imported tensor of a cache, whose memory the cache's owner lets operations write."""
+    return _jax_views.get(id(array)) is array
+
+
 def _import(tensor: CacheTensor, like: Any) -> Any:
     if isinstance(like, np.ndarray):
         return tensor.numpy()  # the memory itself: NumPy arrays are the simulated device's
@@ -44,7 +53,10 @@ def _import(tensor: CacheTensor, like: Any) -> Any:
         # Read by its DLPack, as others of no framework; beside TensorFlow's tensors the call says that they mix.
         return tensor
     try:
-        return import_module(home).from_dlpack(tensor)
+        found = import_module(home).from_dlpack(tensor)
+        if home == "jax.dlpack":
+            _jax_views[id(found)] = found
+        return found
     except TypeError as error:
         raise InvalidTypeError(
             f"a cache of {tensor.dtype} beside arrays of {home}, which has none of this type",

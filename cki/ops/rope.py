@@ -50,9 +50,9 @@ def append_kv(
     q_norm_weight, k_norm_weight: [head_dim]; RMS norm of each head before rotation, weights plus norm_weight_offset.
     q_out: where rotated queries go; may be q.
 
-    Returns q rotated and normalised (None without q).  Inside jax.jit the new values of the caches (and of scales that
-    are written) are returned behind it.  Arithmetic is fp32, rounded once.  Raises InvalidArgumentError or
-    InvalidTypeError before any launch, UnsupportedError for e4m3 before sm_89.
+    Returns q rotated and normalised (None without q).  JAX arrays are not written: the new values of such caches (and
+    of scales that are written) are returned behind q, or alone.  Arithmetic is fp32, rounded once.  Raises
+    InvalidArgumentError or InvalidTypeError before any launch, UnsupportedError for e4m3 before sm_89.
     RoPE: Su et al., arXiv 2104.09864.
     """
     tensors = imported((*cache_tensors("append_kv", cache), slot_mapping, positions, cos_sin), like=k)

@@ -205,6 +205,20 @@ def test_vmap_over_leading_axes_is_one_call(name, batched, attributes):
             np.testing.assert_allclose(one[index], other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "softmax", "gated_activation", "linear", "gated_linear"])
+def test_five_nested_vmaps_are_one_call(name):
+    arrays, attributes = EXAMPLES[name]
+    shared = {key: jnp.asarray(arrays[key]) for key in ("w", "weight") if key in arrays}
+    x = normal(2, 1, 2, 1, 2, 3, 96)
+    function = functools.partial(getattr(cki, name), **shared, **attributes)
+    mapped = function
+    for _ in range(5):
+        mapped = jax.vmap(mapped)
+    assert calls_in(mapped, jnp.asarray(x)) == ["cki["]
+    flat = np.asarray(function(jnp.asarray(x.reshape(-1, 96))))
+    np.testing.assert_allclose(jax.jit(mapped)(x), flat.reshape(*x.shape[:-1], -1), rtol=1e-5, atol=1e-5)
+
+
 def test_vmap_over_an_axis_of_the_callers_choice():
     x = normal(5, 3, 96)
     found = jax.vmap(cki.softmax, in_axes=1, out_axes=1)(jnp.asarray(x))
@@ -303,6 +317,16 @@ def test_a_decoding_loop_inside_one_program():
     _, found = jax.jit(lambda t, c: jax.lax.scan(body, c, (jnp.arange(5), t)))(tokens, cache)
     wanted = cki.attention(tokens[None], tokens[None], tokens[None], causal=True)[0]
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_caches():
+    k, slots = normal(3, 2, 2, 16), jnp.array([[0, 1], [2, 3], [5, 4]])
+    caches = tuple(jnp.zeros((3, 4, 4, 2, 16)) for _ in range(2))
+    found, _ = jax.jit(jax.vmap(lambda k, cache, slots: step(k, k, cache, slots)))(k, caches, slots)
+    wanted = np.zeros((3, 16, 2, 16), np.float32)
+    for index in range(3):
+        wanted[index, np.asarray(slots[index])] = k[index]
+    np.testing.assert_array_equal(np.asarray(found).reshape(3, 16, 2, 16), wanted)
 
 
 def test_caches_that_cannot_be_written_are_refused():

@@ -26,7 +26,7 @@ import cki.adapters.jax as cki_jax  # noqa: E402
 from cki.adapters import xla_calls  # noqa: E402
 from cki.adapters.xla_calls import XlaCall  # noqa: E402
 from cki.adapters.xla_ffi import Invocation  # noqa: E402
-from cki.errors import CkiError, LaunchError  # noqa: E402
+from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, LaunchError  # noqa: E402
 
 pytestmark = pytest.mark.jax
 ROOT = Path(__file__).parents[2]
@@ -288,8 +288,52 @@ print("done")
     assert run_python(script) == "done\n"
 
 
-def test_eager_calls_through_xla_are_right():
-    """What arrays on a GPU take outside jit, on this device by `cki.adapters.jax`."""
+# ---------------------------------------------------------------- outside jit
+
+
+@pytest.fixture
+def through_xla(monkeypatch):
+    """Calls outside jit take the way that they take on a GPU; the calls in XLA's programs are counted."""
+    from cki.adapters import jax_ffi
+
+    monkeypatch.setattr(cki_jax, "_THROUGH_XLA", ("cpu",))
+    made: list[str] = []
+    bind = jax_ffi.bind
+    monkeypatch.setattr(jax_ffi, "bind", lambda spec, *rest: made.append(spec.name) or bind(spec, *rest))
+    return made
+
+
+def test_calls_outside_jit_go_through_xla(through_xla):
     x = jnp.asarray(normal(4, 96))
-    assert cki_jax.softmax(x).devices() == x.devices()
-    np.testing.assert_array_equal(cki_jax.softmax(x), cki.softmax(x))
+    found = cki.softmax(x)
+    assert through_xla == ["softmax"] and found.devices() == x.devices()
+    np.testing.assert_array_equal(found, cki.softmax(np.asarray(x)))
+    codes, scale = cki.quantize_fp8(x)
+    assert (codes.shape, scale.shape) == ((4, 96), (4, 1))
+
+
+def test_arrays_are_never_written_outside_jit_either():
+    heads, cache = jnp.ones((1, 2, 16)), (jnp.zeros((2, 4, 2, 16)), jnp.zeros((2, 4, 2, 16)))
+    new_k, new_v = cki.append_kv(heads, heads, cache, jnp.array([5]))
+    for old, new in zip(cache, (new_k, new_v)):
+        assert not np.asarray(old).any()
+        assert (np.asarray(new)[1, 1] == 1).all() and np.count_nonzero(new) == 32
+
+
+def test_what_does_not_go_through_xla(through_xla):
+    """A layer of a cache, in place; a stream of the caller's; and what is refused is refused in the same words."""
+    from cki.memory import PagedKVCache
+
+    x = jnp.asarray(normal(4, 96))
+    cki.softmax(x, stream=0)
+    layer = PagedKVCache(1, 4, block_size=4, num_kv_heads=2, head_dim=16, dtype="f32").layer(0)
+    heads = jnp.ones((1, 2, 16))
+    assert cki.append_kv(heads, heads, layer, jnp.array([5])) is None
+    assert (layer.k.numpy()[1, 1] == 1).all()
+    with pytest.raises(InvalidTypeError, match="x is of dtype complex64"):
+        cki.softmax(x.astype(jnp.complex64))
+    with pytest.raises(InvalidTypeError, match="out is a JAX array, which is immutable"):
+        cki.softmax(x, out=x)
+    with pytest.raises(InvalidArgumentError, match=r"weight has shape \(7,\)"):
+        cki.rms_norm(x, x[0, :7])
+    assert through_xla == ["rms_norm"]
