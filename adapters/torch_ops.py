@@ -167,7 +167,9 @@ def _call_outside_graphs(spec: OpSpec, inputs: Any, attributes: Any, outs: Any, 
     return call(spec, inputs, attributes, outs, stream)
 
 
-_OUTSIDE = "a call with stream=, or of cki.Encoder, cannot be part of a traced program"
+_OUTSIDE = (
+    "a call with stream=, of cki.Encoder, or without tensors of torch cannot be part of a traced program"
+)
 # torch.compile ends its graph here and makes the call between two graphs, or says why where it may not.
 _outside_graphs = torch.compiler.disable(_call_outside_graphs, reason=_OUTSIDE)
 
@@ -183,7 +185,7 @@ def traced_call(
 
     Traced by torch.compile itself, so plain in what it does.
     """
-    if stream is not None or spec.name not in OPERATORS:
+    if stream is not None or spec.name not in OPERATORS or not isinstance(inputs[0], torch.Tensor):
         return _outside_graphs(spec, inputs, attributes, outs, stream)
     named = dict(zip([attribute.name for attribute in spec.attributes], attributes))
     found = OPERATORS[spec.name](*inputs, **named)

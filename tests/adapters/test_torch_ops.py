@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -222,10 +223,20 @@ def test_a_call_with_a_stream_stands_between_two_graphs():
         compiled = torch.compile(model, backend="eager")
         assert torch.equal(compiled(x), model(x))
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="a call with stream=, or of cki.Encoder, cannot be part"):
+        with pytest.raises(Exception, match="a call with stream=, of cki.Encoder, or without"):
             torch.compile(model, fullgraph=True, backend="eager")(x)
     with torch._subclasses.FakeTensorMode() as mode, pytest.raises(UnsupportedError, match="with stream="):
         model(mode.from_tensor(x))
+
+
+def test_other_frameworks_arrays_stand_between_two_graphs():
+    array = np.ones((3, 64), np.float32)
+
+    def model(x):
+        return cki.layer_norm(x) + float(cki.softmax(array).sum())
+
+    with cki.device("sim"):
+        assert torch.equal(torch.compile(model, backend="eager")(normal(3, 64)), model(normal(3, 64)))
 
 
 @pytest.mark.gpu
