@@ -75,7 +75,8 @@ def append_kv(
     )
     attributes = (rope_base, rotary_dim, interleaved, norm_eps, norm_weight_offset)
     result = call(APPEND_KV, inputs, attributes, (q_out,), stream)
-    return None if q is None and result == () else result
+    # Without q only JAX returns anything: a tuple of the caches.
+    return result if q is not None or (isinstance(result, tuple) and result) else None
 
 
 def apply_rope(
