@@ -107,7 +107,12 @@ class Adapter(ABC):
         return (lambda: 0) if device_index < 0 else functools.partial(self.stream, device_index)
 
     def own_call(
-        self, spec: OpSpec, inputs: tuple[Any, ...], attributes: tuple[Any, ...], outs: tuple[Any, ...], stream: Any
+        self,
+        spec: OpSpec,
+        inputs: tuple[Any, ...],
+        attributes: tuple[Any, ...],
+        outs: tuple[Any, ...],
+        stream: Any,
     ) -> Any:
         """Indirect adapters: the whole call where it becomes part of a program of the framework's, else NotImplemented.
 
