@@ -140,7 +140,7 @@ def _options(
         elif widest <= 192:
             block_keys = 96 if is_plain else 80
         else:
-            block_keys = 80 if is_plain else 64
+            block_keys = 80 if is_plain else 48
         options = [(HopperTiles(2, block_keys), 1.0), (HopperTiles(1, block_keys, 2, False), 1.5)]
     return options
 

@@ -1,4 +1,5 @@
-"""How the generic attention kernel is planned: tiles that fit every device, copies that addresses allow, no limits that hide nothing."""
+"""How the generic attention kernel is planned: tiles that fit every device, copies that addresses allow, no limits that
+hide nothing."""
 
 from __future__ import annotations
 

@@ -69,8 +69,12 @@ constexpr bool kHides = kVarlen || kLimitLeft || kLimitRight || kBias || kMask;
 // Whether the rows of a warpgroup may see different keys in another tile than the one that holds the last key.
 constexpr bool kHasLimits = kLimitLeft || kLimitRight;
 // Order of a step's softmax. Wide outputs take many instructions to rescale: row by row, the first row's run beside the
-// second row's exponentials.
-constexpr bool kRowByRow = kValueDim > 128;
+// second row's exponentials. With a bias, a mask or the like that order spills.
+constexpr bool kRowByRow = kValueDim > 128 && !kScaleFirst && !kMask;
+
+// Whether every tile is tested key by key: beside a bias, a mask or the like the tests cost little, and loops of their own
+// for whole tiles cost registers.
+constexpr bool kTestAll = kHasLimits && (kScaleFirst || kMask);
 
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
@@ -392,15 +396,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         }
         if (j == own.begin_tile) query_ring.release();
         --j;
-        // A loop for each kind of tile: in one loop with a branch ptxas schedules neither kind as well.
-        if constexpr (kLimitRight) {
-          for (; j >= own.begin_tile && own.passes_common_end(j); --j)
-            step(rows, Constant<true>{}, j, j == own.begin_tile);
-        }
-        const int whole_begin = kLimitLeft ? max(own.begin_tile, own.first_after_common_begin()) : own.begin_tile;
-        for (; j >= whole_begin; --j) step(rows, Constant<false>{}, j, j == own.begin_tile);
-        if constexpr (kLimitLeft) {
+        if constexpr (kTestAll) {
           for (; j >= own.begin_tile; --j) step(rows, Constant<true>{}, j, j == own.begin_tile);
+        } else {
+          // A loop for each kind of tile: in one loop with a branch ptxas schedules neither kind as well.
+          if constexpr (kLimitRight) {
+            for (; j >= own.begin_tile && own.passes_common_end(j); --j)
+              step(rows, Constant<true>{}, j, j == own.begin_tile);
+          }
+          const int whole_begin = kLimitLeft ? max(own.begin_tile, own.first_after_common_begin()) : own.begin_tile;
+          for (; j >= whole_begin; --j) step(rows, Constant<false>{}, j, j == own.begin_tile);
+          if constexpr (kLimitLeft) {
+            for (; j >= own.begin_tile; --j) step(rows, Constant<true>{}, j, j == own.begin_tile);
+          }
         }
         value_ring.wait_full();
         ptx::wgmma_fence();
