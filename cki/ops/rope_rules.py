@@ -105,7 +105,9 @@ def _check_norm_weights(problem: Problem, head_dim: int) -> None:
             problem.reject(f"{name} has shape {weight.shape}", f"{name} of shape ({head_dim},)")
     found = {weight.dtype for weight in weights.values() if weight is not None}
     if len(found) > 1:
-        problem.reject_type(f"norm weights are of {' and '.join(map(str, found))}", "norm weights of one dtype")
+        problem.reject_type(
+            f"norm weights are of {' and '.join(map(str, found))}", "norm weights of one dtype"
+        )
     if weights["q_norm_weight"] is not None and problem.get("q") is None:
         problem.reject("q_norm_weight is given without q", "q")
     if problem.attribute("norm_eps") < 0:
