@@ -182,6 +182,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           ring.advance();
         }
       }
+      if constexpr (kSharers > 1) {  // no arrival of another block may find this one gone
+#pragma unroll 1
+        for (int i = 0; i < kStages; ++i) {
+          ring.wait_empty();
+          ring.advance();
+        }
+      }
     }
     if constexpr (kCluster > 1) __syncwarp();
     leave_cluster();
@@ -256,6 +263,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int own = consumer * 4 + warp; own < Parts::kOwnUnits; own += 4 * kConsumers) {
         const int at = rank * Parts::kOwnUnits + own;
         const int row = tile_row + Parts::row_of(at), column = tile_column + Parts::column_of(at);
+        // A load from another block whose value nobody needs could outlast that block.
+        if (row >= rows || column >= columns) continue;
         if (at != unit) inputs.load(result, row, column);
         float total[Parts::kSums];
         parts.add(total, at);
