@@ -93,9 +93,10 @@ class _SimGraph(Graph):
 class _TorchGraph(Graph):
     framework = "torch"
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: Any, device: Any) -> None:
         super().__init__()
         self._graph = graph
+        self._device = device
 
     def _replay(self, stream: int | None) -> None:
         if stream is None:
@@ -103,7 +104,8 @@ class _TorchGraph(Graph):
             return
         import torch
 
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+        # torch replays on the current stream of the graph's device, whichever device is current.
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device)):
             self._graph.replay()
 
     def _free(self) -> None:
@@ -237,7 +239,7 @@ def _capture_torch(
                 function(*args, **kwargs)
         here.wait_stream(side)
         torch_graph = torch.cuda.CUDAGraph()
-        graph = _TorchGraph(torch_graph)
+        graph = _TorchGraph(torch_graph, device)
         pool = None if shared is None else shared.pool
         with _recording("torch") as recording, torch.cuda.graph(torch_graph, pool=pool, stream=side):
             graph.outputs = function(*args, **kwargs)

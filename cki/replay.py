@@ -9,6 +9,7 @@ launches the same graph.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -30,7 +31,8 @@ class ExecutableGraph:
     def __init__(self, executable: Executable, pointers: list[int]) -> None:
         api = driver.api()
         self._api = api
-        with driver.on_device(executable.device.index), driver.allowed_while_capturing():
+        self._index = executable.device.index
+        with driver.on_device(self._index), driver.allowed_while_capturing():
             (stream,) = _checked(api.cuStreamCreate(api.CUstream_flags.CU_STREAM_NON_BLOCKING))
             try:
                 _checked(
@@ -49,7 +51,10 @@ class ExecutableGraph:
         self.handle = int(self._graph)
 
     def __del__(self) -> None:
-        if hasattr(self, "_graph"):
+        if not hasattr(self, "_graph"):
+            return
+        # Other addresses may come inside a capture of the caller's, which freeing a graph would break.
+        with contextlib.suppress(Exception), driver.on_device(self._index), driver.allowed_while_capturing():
             self._api.cuGraphExecDestroy(self._graph)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
-import numpy as np
 import pytest
 
 import cki
@@ -107,6 +107,27 @@ def test_a_graph_in_use_by_another_thread_is_not_waited_for(recorder, monkeypatc
     assert recorder.take() == ["launch", ("replay", 1)]
 
 
+def test_a_graph_is_freed_without_breaking_a_capture(monkeypatch):
+    inside, freed = [], []
+
+    @contextlib.contextmanager
+    def enter(name):
+        inside.append(name)
+        yield
+        inside.remove(name)
+
+    class Api:
+        def cuGraphExecDestroy(self, graph):
+            freed.append((graph, *inside))
+
+    monkeypatch.setattr(replay.driver, "on_device", enter)
+    monkeypatch.setattr(replay.driver, "allowed_while_capturing", lambda: enter("allowed"))
+    graph = object.__new__(replay.ExecutableGraph)
+    graph._api, graph._index, graph._graph = Api(), 3, "graph"
+    del graph
+    assert freed == [("graph", 3, "allowed")]
+
+
 @pytest.mark.gpu
 @pytest.mark.torch
 def test_results_on_the_gpu_never_depend_on_it():
@@ -133,6 +154,9 @@ def test_results_on_the_gpu_never_depend_on_it():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held(x, weight, out=out)
+        held(x, weight, out=other)  # which frees the graph for `out`
     x.copy_(torch.randn_like(x))
     graph.replay()
-    assert np.array_equal(out.cpu(), cki.rms_norm(x, weight).cpu())
+    expected = cki.rms_norm(x, weight)
+    assert torch.equal(out, expected)
+    assert torch.equal(other, expected)
