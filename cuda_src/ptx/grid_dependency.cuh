@@ -1,4 +1,5 @@
-// Programmatic dependent launch (PTX griddepcontrol, sm_90). In a launch without the attribute both do nothing.
+// Programmatic dependent launch (PTX griddepcontrol, sm_90). The attribute is that of the later of two launches: without
+// it, that one's wait and the earlier one's launch_dependents do nothing.
 #pragma once
 
 #include "ptx/target.cuh"
