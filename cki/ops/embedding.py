@@ -17,7 +17,7 @@ from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
-from cki.ops.validate import host_values
+from cki.ops.validate import host_values, shape_of
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 _FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
@@ -73,7 +73,7 @@ def validate_ids(
     )
     problems = []
     for name, ids, table_name, table in pairs:
-        if ids is None or table is None:
+        if ids is None or not shape_of(table):  # what is no table is left to the rules
             continue
         values, entries = host_values(ids, name), int(table.shape[0])
         outside = values[(values < 0) | (values >= entries)]

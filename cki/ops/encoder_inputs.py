@@ -66,7 +66,10 @@ def plan_token_positions(
 def validate_offsets(cu_seqlens: Any, tokens: int, longest: int | None = None) -> None:
     """Raise InvalidArgumentError for offsets of packed sequences that fall, lie outside 0..tokens, or leave a sequence
     of more than `longest` tokens, after waiting for the device."""
-    values = host_values(cu_seqlens, "cu_seqlens").astype(np.int64)
+    found = host_values(cu_seqlens, "cu_seqlens")
+    if found.ndim != 1 or not found.size or found.dtype.kind != "i":
+        return  # the rules refuse it
+    values = found.astype(np.int64)
     lengths, problems = np.diff(values), []
     if values[0] < 0 or values[-1] > tokens:
         problems.append(f"cu_seqlens goes from {values[0]} to {values[-1]}, there are {tokens} tokens")

@@ -73,7 +73,7 @@ def paged_attention(
     """
     tensors = imported((*cache_tensors("paged_attention", cache), block_table, seq_lens), like=q)
     if config.flag("CKI_VALIDATE"):
-        validate_paged(q, tensors[0], tensors[4], tensors[5], window[0])
+        validate_paged(q, tensors[0], tensors[4], tensors[5], window)
     k_cache, v_cache, k_scale, v_scale, block_table, seq_lens = tensors
     inputs = (q, k_cache, v_cache, block_table, seq_lens, k_scale, v_scale, sinks, alibi_slopes, counters)
     return call(

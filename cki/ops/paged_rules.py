@@ -9,7 +9,7 @@ from cki.errors import InvalidArgumentError
 from cki.operand import Operand
 from cki.ops.cache_arguments import CACHE_DTYPES, check_cache
 from cki.ops.spec import Problem
-from cki.ops.validate import host_values
+from cki.ops.validate import host_values, shape_of
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES = 16
@@ -30,14 +30,14 @@ def counters_needed(q: Operand) -> int:
     return q.shape[0] * q.shape[1] * q.shape[2]
 
 
-def validate_paged(q: Any, k_cache: Any, block_table: Any, seq_lens: Any, left: Any) -> None:
+def validate_paged(q: Any, k_cache: Any, block_table: Any, seq_lens: Any, window: Any) -> None:
     """CKI_VALIDATE=1: lengths within the table, and the entries that will be read within the cache.
 
     Tensors of wrong shapes or types are left to the rules.
     """
-    if tuple(len(t.shape) for t in (q, k_cache, block_table, seq_lens)) != (4, 4, 2, 1) or not isinstance(
-        left, int
-    ):
+    left = window[0] if isinstance(window, (tuple, list)) and window else None
+    ranks = [len(shape_of(tensor)) for tensor in (q, k_cache, block_table, seq_lens)]
+    if ranks != [4, 4, 2, 1] or not isinstance(left, int):
         return
     queries = int(q.shape[1])
     blocks, block_size = int(k_cache.shape[0]), int(k_cache.shape[1])

@@ -58,7 +58,7 @@ def append_kv(
     tensors = imported((*cache_tensors("append_kv", cache), slot_mapping, positions, cos_sin), like=k)
     k_cache, v_cache, k_scale, v_scale, slot_mapping, positions, cos_sin = tensors
     if config.flag("CKI_VALIDATE"):
-        validate(slot_mapping, positions, cos_sin, math.prod(k_cache.shape[:2]))
+        validate(slot_mapping, positions, cos_sin, k_cache)
     inputs = (
         k,
         v,
@@ -90,7 +90,7 @@ def apply_rope(
     inverse: turn back.  out: where to write; may be x.
     """
     if cos_sin is not None and config.flag("CKI_VALIDATE"):
-        validate(None, positions, cos_sin, 0)
+        validate(None, positions, cos_sin)
     attributes = (base, rotary_dim, interleaved, inverse)
     return call(APPLY_ROPE, (x, positions, cos_sin), attributes, (out,), stream)
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cki import dtypes
 from cki.errors import InvalidArgumentError
 from cki.ops.cache_arguments import check_cache
 from cki.ops.spec import Problem
-from cki.ops.validate import host_values
+from cki.ops.validate import host_values, shape_of
 
 MAX_HEAD_DIM = 256
 _FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
 _INDICES = (dtypes.i32, dtypes.i64)
 
 
-def validate(slot_mapping: Any, positions: Any, cos_sin: Any, num_slots: int) -> None:
-    """CKI_VALIDATE=1: what lies in device memory."""
+def validate(slot_mapping: Any, positions: Any, cos_sin: Any, k_cache: Any = None) -> None:
+    """CKI_VALIDATE=1: what lies in device memory.
+
+    Tensors of wrong shapes or types are left to the rules.
+    """
     problems = []
-    slots = None if slot_mapping is None else host_values(slot_mapping, "slot_mapping")
+    num_slots = math.prod(shape_of(k_cache)[:2])
+    is_cache = len(shape_of(k_cache)) == 4 and slot_mapping is not None
+    slots = host_values(slot_mapping, "slot_mapping") if is_cache else None
     if slots is not None and slots.dtype.kind == "i":
         outside = slots[(slots < -1) | (slots >= num_slots)]
         if outside.size:
@@ -27,7 +33,7 @@ def validate(slot_mapping: Any, positions: Any, cos_sin: Any, num_slots: int) ->
         if len(set(used)) < len(used):
             twice = next(slot for slot in used if used.count(slot) > 1)
             problems.append(f"slot_mapping names slot {twice} more than once")
-    if positions is not None and cos_sin is not None:
+    if positions is not None and shape_of(cos_sin):
         values = host_values(positions, "positions")
         if values.dtype.kind != "i":
             values = values[:0]  # the rules refuse it

@@ -13,6 +13,11 @@ from cki.errors import UnsupportedError
 from cki.tensor import TensorView
 
 
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """A tensor's shape, or () for what is no tensor: the rules of the operation refuse that, with the rest."""
+    return tuple(getattr(tensor, "shape", ()))
+
+
 def host_values(tensor: Any, name: str) -> np.ndarray[Any, Any]:
     """A copy of a tensor's values in host memory, after everything launched on its device has ended.
 

@@ -86,7 +86,7 @@ def varlen_attention(
     if config.flag("CKI_VALIDATE") and cu_seqlens_q is not None:
         validate_varlen(
             q, k, cu_seqlens_q, cu_seqlens_k, block_table, seq_lens, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, window=window, bottom_right=causal_alignment == "bottom_right",
+            max_seqlen_k=max_seqlen_k, window=window, bottom_right=str(causal_alignment) == "bottom_right",
         )  # fmt: skip
     longest = tuple(min(n, _LONG) if isinstance(n, Integral) else n for n in (max_seqlen_q, max_seqlen_k))
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, sinks, alibi_slopes)

@@ -11,7 +11,7 @@ from cki import dtypes
 from cki.errors import InvalidArgumentError
 from cki.ops.attention_rules import check_attributes, check_heads, check_per_head, check_tensors
 from cki.ops.spec import Problem
-from cki.ops.validate import host_values
+from cki.ops.validate import host_values, shape_of
 
 _INDICES = (dtypes.i32, dtypes.i64)
 _PACKED = "tokens, kv_heads, head_dim"
@@ -148,7 +148,9 @@ def validate_varlen(
     Tensors of wrong shapes or types are left to the rules.
     """
     tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seq_lens": seq_lens}
-    if any(len(t.shape) != 1 for t in tensors.values() if t is not None) or not q.shape or not k.shape:
+    if any(len(shape_of(t)) != 1 for t in tensors.values() if t is not None):
+        return
+    if not shape_of(q) or not shape_of(k):
         return
     host = {name: host_values(t, name) for name, t in tensors.items() if t is not None}
     if any(values.dtype.kind != "i" for values in host.values()):
@@ -159,7 +161,7 @@ def validate_varlen(
     problems = _offset_problems("cu_seqlens_q", host["cu_seqlens_q"], int(q.shape[0]), max_seqlen_q)
     if cu_seqlens_k is not None:
         problems += _offset_problems("cu_seqlens_k", host["cu_seqlens_k"], int(k.shape[0]), max_seqlen_k)
-    if block_table is not None and seq_lens is not None and len(block_table.shape) == 2 and len(k.shape) == 4:
+    if seq_lens is not None and len(shape_of(block_table)) == 2 and len(k.shape) == 4:
         table = host_values(block_table, "block_table")
         batch = len(host["seq_lens"])
         if table.dtype.kind == "i" and len(table) == batch == len(host["cu_seqlens_q"]) - 1 and k.shape[1]:
