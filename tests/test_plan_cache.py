@@ -258,6 +258,19 @@ def test_errors_come_again_after_a_success(device: DeviceUnderTest) -> None:
         affine(x, factor=float("nan"))
 
 
+def test_arrays_for_attributes_after_a_success() -> None:
+    """They compare to no single truth with the attributes of the remembered call."""
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(X)
+    with cki.device("sim"):
+        affine(x, factor=2.0)
+        for bad in (np.ones(2), torch.ones(2)):
+            with pytest.raises(
+                InvalidTypeError, match=rf"factor is .* of type {type(bad).__name__}, not float"
+            ):
+                affine(x, factor=bad)
+
+
 def test_list_for_a_tuple_attribute_is_remembered() -> None:
     x = np.zeros((1, 2, 1, 8), np.float32)
     with cki.device("sim"):
