@@ -12,6 +12,8 @@ import torch
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.ops.attention import attention
 
+_MASK_TYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
+
 
 def scaled_dot_product_attention(
     query: torch.Tensor,
@@ -23,10 +25,11 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention as torch defines it; under torch.compile too.
+    """Attention as torch defines it, without its broadcasting of batch axes; under torch.compile too.
 
     query: [..., heads, queries, head_dim].  key: [..., kv_heads, keys, head_dim].
-    value: [..., kv_heads, keys, value_dim].  f32, f16 or bf16, all alike; any strides; no or several batch axes.
+    value: [..., kv_heads, keys, value_dim].  f32, f16 or bf16, all alike; any strides; no or several batch axes, the
+        same for all three.
     attn_mask: broadcastable to [..., heads, queries, keys].  bool: True takes part; float: added to the scaled logits.
     is_causal: query i sees the keys up to i (top left, as torch); not together with attn_mask.
     scale: None is 1/sqrt(head_dim).
@@ -57,6 +60,13 @@ def _one_batch_axis(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unsqueeze(0) if tensor.ndim == 3 else tensor.flatten(0, tensor.ndim - 4)
 
 
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape broadcasts to `full`."""
+    return len(shape) <= len(full) and all(
+        extent == 1 or extent == wanted for extent, wanted in zip(shape[::-1], full[::-1])
+    )
+
+
 def _check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
     dropout_p: float, is_causal: bool, enable_gqa: bool,
@@ -69,8 +79,16 @@ def _check(
     wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
     if wrong:
         raise InvalidTypeError(f"{operation}: {', '.join(wrong)} must be of torch", hint="tensors of torch")
-    if dropout_p != 0.0:
+    if not isinstance(dropout_p, (int, float)) or dropout_p != 0.0:
         raise UnsupportedError(f"{operation}: dropout_p is {dropout_p}", hint="dropout_p=0.0 (inference)")
+    if not isinstance(enable_gqa, bool):
+        raise InvalidTypeError(
+            f"{operation}: enable_gqa is {enable_gqa!r}", hint="enable_gqa of True or False"
+        )
+    if attn_mask is not None and attn_mask.dtype not in _MASK_TYPES:
+        raise InvalidTypeError(
+            f"{operation}: attn_mask is {attn_mask.dtype}", hint="attn_mask of bool, f32, f16 or bf16"
+        )
     problems = []
     if attn_mask is not None and is_causal:
         problems.append("attn_mask is given and is_causal is True")
@@ -78,7 +96,18 @@ def _check(
         problems.append(
             f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} axes, not three or more alike"
         )
-    elif not enable_gqa and query.shape[-3] != key.shape[-3]:
-        problems.append(f"query has {query.shape[-3]} heads and key {key.shape[-3]}, but enable_gqa is False")
+    else:
+        if not enable_gqa and query.shape[-3] != key.shape[-3]:
+            problems.append(
+                f"query has {query.shape[-3]} heads and key {key.shape[-3]}, but enable_gqa is False"
+            )
+        batches = [tuple(tensor.shape[:-3]) for tensor in (query, key, value)]
+        if not batches[0] == batches[1] == batches[2]:
+            problems.append("query, key and value have batch axes {}, {} and {}, not alike".format(*batches))
+        full = (*query.shape[:-1], key.shape[-2])
+        if attn_mask is not None and not _broadcasts(tuple(attn_mask.shape), full):
+            problems.append(
+                f"attn_mask has shape {tuple(attn_mask.shape)}, which does not broadcast to {full}"
+            )
     if problems:
         raise InvalidArgumentError(f"{operation}: invalid arguments", problems)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -124,3 +126,27 @@ def test_refusals():
         scaled_dot_product_attention(q, q, q.numpy())
     with cki.device("sim"), pytest.raises(InvalidTypeError, match="q requires grad"):
         scaled_dot_product_attention(q.requires_grad_(), q, q)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dropout_p": torch.tensor([0.0, 0.0])}, UnsupportedError, "dropout_p is tensor"),
+        ({"enable_gqa": "yes"}, InvalidTypeError, "enable_gqa is 'yes'\n  hint: enable_gqa of True or False"),
+        ({"attn_mask": torch.ones(6, 7, dtype=torch.int32)}, InvalidTypeError, "attn_mask is torch.int32\n  hint: "),
+        ({"attn_mask": torch.ones(5, 7)}, InvalidArgumentError, "(5, 7), which does not broadcast to (2, 3, 4, 6, 7)"),
+        ({"attn_mask": torch.ones(5, 1, 6, 7)}, InvalidArgumentError, "(5, 1, 6, 7), which does not broadcast to"),
+        ({"attn_mask": torch.ones(1, 2, 3, 4, 6, 7)}, InvalidArgumentError, "(1, 2, 3, 4, 6, 7), which does not"),
+        # As many sequences, in another order: they must not be taken for each other's.
+        ({"key": normal(3, 2, 4, 7, 16)}, InvalidArgumentError, "batch axes (2, 3), (3, 2) and (2, 3), not alike"),
+        ({"value": normal(6, 1, 4, 7, 16)}, InvalidArgumentError, "batch axes (2, 3), (2, 3) and (6, 1), not alike"),
+    ],
+)  # fmt: skip
+def test_what_torch_would_broadcast_or_take(changes, error, message):
+    tensors = {
+        "query": normal(2, 3, 4, 6, 16),
+        "key": normal(2, 3, 4, 7, 16),
+        "value": normal(2, 3, 4, 7, 16),
+    }
+    with cki.device("sim"), pytest.raises(error, match=re.escape(message)):
+        scaled_dot_product_attention(**{**tensors, **changes})
