@@ -72,7 +72,7 @@ def known_names() -> str:
 
 def from_name(name: str) -> DType:
     """The type of that name, CKI's own (`bf16`) or the common long one (`bfloat16`)."""
-    found = _BY_NAME.get(name) or _ALIASES.get(name)
+    found = (_BY_NAME.get(name) or _ALIASES.get(name)) if isinstance(name, str) else None
     if found is None:
         raise InvalidTypeError(f"unknown element type {name!r}", hint=f"one of {known_names()}")
     return found

@@ -10,6 +10,7 @@ A forward pass is one operation (`cki.ops.encoder_model`).  Weights are read whe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from cki import config as settings
@@ -19,14 +20,15 @@ from cki.encoder_config import EncoderConfig
 from cki.encoder_forward import Forward
 from cki.encoder_prepare import concatenate
 from cki.encoder_weights import EncoderWeights, read_weights
-from cki.errors import InvalidArgumentError
+from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.operand import dense
 from cki.ops.embedding import validate_ids
 from cki.ops.encoder_blocks import tile_length
 from cki.ops.encoder_inputs import validate_offsets
-from cki.ops.encoder_model import encoder_spec, model_memory, weight_names
+from cki.ops.encoder_model import POOLINGS, encoder_spec, model_memory, weight_names
 from cki.ops.linear import WeightLayout
 from cki.ops.spec import Problem
+from cki.ops.validate import shape_of
 from cki.tensor import TensorView
 
 if TYPE_CHECKING:
@@ -159,6 +161,15 @@ class Encoder:
         Packed sequences need that of one sequence of all their tokens.  It does not grow with the number of layers, and
         grows linearly with the number of tokens.
         """
+        for name, value in (("batch", batch), ("seq", seq)):
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise InvalidTypeError(f"encoder: {name} is {value!r}, not an integer")
+            if value < 0:
+                raise InvalidArgumentError(f"encoder: {name} is {value}", hint=f"{name} of at least 0")
+        if pooling is not None and not (isinstance(pooling, str) and pooling in POOLINGS):
+            raise InvalidArgumentError(
+                f"encoder: pooling is {pooling!r}", hint='pooling "mean", "first" or None'
+            )
         names = weight_names(self.config.layers)
         operands = {name: _operand(name, self._views.get(name)) for name in names}
         attributes = dict(zip((a.name for a in self._spec.attributes), self._attributes(pooling, False)))
@@ -225,7 +236,7 @@ class Encoder:
         if settings.flag("CKI_VALIDATE"):
             ids, _, types, positions, _, offsets, _ = inputs
             v = self._views
-            if offsets is not None:
+            if offsets is not None and shape_of(ids):
                 longest = self.config.max_tokens if positions is None else None
                 validate_offsets(offsets, int(ids.shape[0]), longest)
             validate_ids(ids, v["words"], v["positions"], types, v.get("types"), positions)

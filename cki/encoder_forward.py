@@ -64,8 +64,11 @@ class Forward:
             key.append(signature)
         last = len(pointers) - (out is not None)
         pointers[last:last] = self._pointers
-        entry = self._entries.get(tuple(key)) or self._new_entry(adapter, tensors, attributes, tuple(key))
-        return entry, pointers, tensors
+        try:
+            entry = self._entries.get(tuple(key))
+        except TypeError:  # an attribute without a hash, of a wrong type: the rules refuse it
+            entry = None
+        return entry or self._new_entry(adapter, tensors, attributes, tuple(key)), pointers, tensors
 
     def _new_entry(
         self,

@@ -37,8 +37,14 @@ def read_weights(
     """
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise InvalidTypeError(f"weights is a {type(weights).__name__}, not a mapping of names to tensors")
-    if weight_layout not in (None, "in_out", "out_in"):
+    if weight_layout is not None and not (
+        isinstance(weight_layout, str) and weight_layout in ("in_out", "out_in")
+    ):
         raise InvalidTypeError(f"weight_layout is {weight_layout!r}, not 'in_out', 'out_in' or None")
+    if isinstance(ignore, str) or not (
+        isinstance(ignore, Sequence) and all(isinstance(start, str) for start in ignore)
+    ):
+        raise InvalidTypeError(f"ignore is {ignore!r}, not a sequence of str", hint='ignore=("classifier.",)')
     problems = Problems()
     settings = Settings(config, arguments, problems)
     names = find_names(weights, ignore, settings.pre_ln, problems)

@@ -98,3 +98,30 @@ def test_other_bad_arguments(small, monkeypatch):
             small(np.zeros(41, np.int64), cu_seqlens=np.array([0, 41]))
     with cki.device("cuda"), pytest.raises(DeviceError, match="are on cpu, but the current device is cuda"):
         small(ids)
+
+
+@pytest.mark.parametrize("bad", [[1], np.array([1, 2]), {}], ids=repr)
+def test_attributes_without_a_hash(small, bad):
+    with cki.device("sim"):
+        for name in ("pooling", "normalize", "max_seqlen"):
+            with pytest.raises(InvalidTypeError, match=f"{name} is .* of type {type(bad).__name__}, not "):
+                small.embed(some_ids(CONFIG), **{name: bad})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"batch": "2"}, InvalidTypeError, "batch is '2', not an integer"),
+        ({"seq": 2.0}, InvalidTypeError, r"seq is 2\.0, not an integer"),
+        ({"seq": -1}, InvalidArgumentError, "seq is -1\n  hint: seq of at least 0"),
+        (
+            {"pooling": "max"},
+            InvalidArgumentError,
+            'pooling is \'max\'\n  hint: pooling "mean", "first" or None',
+        ),
+        ({"pooling": np.array([1, 2])}, InvalidArgumentError, r"pooling is array\(\[1, 2\]\)"),
+    ],
+)
+def test_workspace_of_what_is_no_shape(small, arguments, error, message):
+    with pytest.raises(error, match=message):
+        small.workspace_nbytes(**{"batch": 2, "seq": 3, **arguments})

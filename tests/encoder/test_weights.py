@@ -292,3 +292,19 @@ def test_wrong_types_of_arguments():
         cki.Encoder.from_weights(state(), CONFIG, weight_layout="io")
     with pytest.raises(InvalidTypeError, match="f12"):
         cki.Encoder.from_weights(state(), CONFIG, dtype="f12")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        # One text would be taken letter by letter, and leave out every name that begins with one of them.
+        ({"ignore": "cls."}, r"ignore is 'cls\.', not a sequence of str\n  hint: ignore="),
+        ({"ignore": None}, "ignore is None, not a sequence of str"),
+        ({"ignore": (1,)}, r"ignore is \(1,\), not a sequence of str"),
+        ({"dtype": ["f16"]}, r"unknown element type \['f16'\]\n  hint: one of f64, f32"),
+        ({"weight_layout": np.array([1, 2])}, r"weight_layout is array\(\[1, 2\]\), not 'in_out'"),
+    ],
+)
+def test_arguments_of_a_wrong_type(arguments, message):
+    with pytest.raises(InvalidTypeError, match=message):
+        cki.Encoder.from_weights({}, CONFIG, **arguments)
