@@ -7,12 +7,14 @@ as the largest needs, because they run one after the other.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from cki import dtypes, graph
-from cki.adapter import adapter_of
+from cki.adapter import adapter_of, type_name
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from cki.encoder import Encoder
 
 _CAPTURABLE = ("numpy", "cupy", "torch")
+#: Element types of ids and lengths, and of a padding mask.
+_ID_TYPES = ("int32", "int64")
+_MASK_TYPES = ("bool", "uint8", "int8", "int32", "int64")
 #: Inputs of the graphs by kind of padding.
 _PADDINGS = {None: (), "mask": ("attention_mask",), "lengths": ("lengths",)}
 
@@ -48,7 +53,7 @@ class EncoderGraphs:
     ) -> None:  # fmt: skip
         """See `Encoder.capture`."""
         self.buckets = _checked(buckets, encoder.config.max_tokens)
-        if padding not in _PADDINGS:
+        if padding is not None and not (isinstance(padding, str) and padding in _PADDINGS):
             raise InvalidArgumentError(f"padding is {padding!r}", hint="'mask', 'lengths' or None")
         self._adapter = adapter_of(like, "like")
         if self._adapter.name not in _CAPTURABLE:
@@ -92,7 +97,8 @@ class EncoderGraphs:
         stream: of the replay; the copies are made on the framework's current stream, so it must be ordered after that.
 
         Returns [batch, seq, hidden], or [batch, hidden] where a vector is pooled: a view of the common output, valid
-        until the next call.  Raises InvalidArgumentError for inputs of other shapes, or that no bucket holds.
+        until the next call.  Raises InvalidArgumentError for inputs of other shapes, or that no bucket holds, and
+        InvalidTypeError for other element types than a call of the encoder takes: a copy would round numbers.
         """
         given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "lengths": lengths}
         batch, seq = self._check(input_ids, given)
@@ -145,29 +151,49 @@ class EncoderGraphs:
     def _check(self, input_ids: Any, given: dict[str, Any]) -> tuple[int, int]:
         if not self._buckets:
             raise InvalidArgumentError("these graphs were closed")
-        shape = tuple(getattr(input_ids, "shape", ()))
+        if not hasattr(input_ids, "shape"):
+            raise InvalidTypeError(f"input_ids is of type {type_name(type(input_ids))}, which is no tensor")
+        shape = tuple(input_ids.shape)
         if len(shape) != 2:
             raise InvalidArgumentError(f"input_ids has shape {shape}", hint="input_ids of shape [batch, seq]")
-        problems = []
-        for name, tensor in given.items():
+        problems, wrong_types = [], []
+        for name, tensor in {"input_ids": input_ids, **given}.items():
             if tensor is None:
                 continue
             wanted = shape[:1] if name == "lengths" else shape
+            types = _MASK_TYPES if name == "attention_mask" else _ID_TYPES
+            found = getattr(tensor, "dtype", None)
             if name not in self._names:
                 problems.append(f"{name} is given, but the graphs were captured without")
+            elif found is None:
+                wrong_types.append(f"{name} is of type {type_name(type(tensor))}, which is no tensor")
+            elif _name_of(found) not in types:
+                wrong_types.append(f"{name} is {_name_of(found)}, not {', '.join(types)}")
             elif tuple(tensor.shape) != wanted:
                 problems.append(f"{name} has shape {tuple(tensor.shape)}, not {wanted}")
-        if problems:
-            raise InvalidArgumentError("inputs that these graphs do not take", problems)
+        if problems or wrong_types:
+            error = InvalidTypeError if wrong_types else InvalidArgumentError
+            raise error("inputs that these graphs do not take", wrong_types + problems)
         return shape[0], shape[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(dtype: Any) -> str:
+    """Of NumPy's, CuPy's or torch's dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _checked(buckets: Sequence[tuple[int, int]], longest: int) -> tuple[tuple[int, int], ...]:
     """The shapes, the cheapest first."""
     try:
-        shapes = [(int(batch), int(seq)) for batch, seq in buckets]
+        shapes = [(batch, seq) for batch, seq in buckets]
     except (TypeError, ValueError):
-        raise InvalidTypeError(f"buckets is {buckets!r}, not a list of (batch, seq)") from None
+        shapes = [("", "")]  # type: ignore[list-item]
+    if any(not isinstance(size, Integral) or isinstance(size, bool) for shape in shapes for size in shape):
+        raise InvalidTypeError(
+            f"buckets is {buckets!r}, not a list of (batch, seq)", hint="[(1, 128), (8, 128)]"
+        )
+    shapes = [(int(batch), int(seq)) for batch, seq in shapes]
     problems = [
         f"bucket {(batch, seq)} is not of 1 to {longest} tokens, for 1 sequence or more"
         for batch, seq in shapes

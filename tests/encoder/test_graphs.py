@@ -110,6 +110,18 @@ def test_what_the_graphs_do_not_take(device):
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             graphs(*arguments)
+    for arguments, message in (
+        # Copied into the bucket they would be rounded.
+        ((device.array(np.full((2, 8), 1.5, np.float32)),), "input_ids is float32, not int32, int64"),
+        (
+            (ids, device.array(np.ones((2, 8), np.float32))),
+            "attention_mask is float32, not bool, uint8, int8, int32",
+        ),
+        ((ids, [[1] * 8] * 2), "attention_mask is of type list, which is no tensor"),
+        (("text",), "input_ids is of type str, which is no tensor"),
+    ):
+        with pytest.raises(InvalidTypeError, match=message):
+            graphs(*arguments)
     graphs.close()
     graphs.close()
     with pytest.raises(InvalidArgumentError, match="closed"):
@@ -124,6 +136,15 @@ def test_bad_captures(device):
         encoder.capture([(1, 8), (1, 41), (0, 3)])
     with pytest.raises(InvalidTypeError, match=r"not a list of \(batch, seq\)"):
         encoder.capture([4, 8])
+    for bad in ([(1.5, 8)], [("1", "8")], [(1, float("inf"))], [(1, True)]):
+        with pytest.raises(
+            InvalidTypeError, match=r"buckets is .*, not a list of \(batch, seq\)\n  hint: \[\(1, 128\)"
+        ):
+            encoder.capture(bad)
+    with pytest.raises(
+        InvalidArgumentError, match=r"padding is \['mask'\]\n  hint: 'mask', 'lengths' or None"
+    ):
+        encoder.capture([(1, 8)], padding=["mask"])
     with pytest.raises(InvalidArgumentError, match="padding is 'left'"):
         encoder.capture([(1, 8)], padding="left")
 
