@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from cki.adapter import type_name
+from cki.errors import InvalidArgumentError, InvalidTypeError
+
+_OPERATION = "dot_product_attention"
 
 
 def dot_product_attention(
@@ -42,24 +48,67 @@ def dot_product_attention(
         )  # fmt: skip
     from cki.adapters import jax as operations
 
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    window = (-1, -1) if local_window_size is None else _window(local_window_size)
+    query, key, value = _array("query", query), _array("key", key), _array("value", value)
     is_single = query.ndim == 3
     if is_single:
         query, key, value = query[None], key[None], value[None]
     if key_value_seq_lengths is not None:
-        is_key = jnp.arange(key.shape[1]) < jnp.asarray(key_value_seq_lengths)[:, None]
-        is_key = is_key[:, None, None, :]
-        mask = is_key if mask is None else jnp.logical_and(mask, is_key)
-    window = (-1, -1) if local_window_size is None else local_window_size
+        is_key = _before("key_value_seq_lengths", key_value_seq_lengths, key)[:, None, None, :]
+        mask = is_key if mask is None else _both(_array("mask", mask), is_key)
+    is_query = None if query_seq_lengths is None else _before("query_seq_lengths", query_seq_lengths, query)
     results = operations.attention(
         query, key, value, bias=bias, mask=mask, scale=scale, causal=is_causal, causal_alignment="top_left",
-        window=(window, window) if isinstance(window, int) else tuple(window), return_lse=return_residual,
+        window=window, return_lse=return_residual,
     )  # fmt: skip
     out, lse = results if return_residual else (results, None)
-    if query_seq_lengths is not None:
-        is_query = jnp.arange(query.shape[1]) < jnp.asarray(query_seq_lengths)[:, None]
+    if is_query is not None:
         out = jnp.where(is_query[:, :, None, None], out, jnp.zeros((), out.dtype))
     if lse is None:
         return out[0] if is_single else out
     residual = jnp.transpose(lse, (0, 2, 1)).astype(key.dtype)
     return (out[0], residual[0]) if is_single else (out, residual)
+
+
+def _array(name: str, given: Any) -> Any:
+    try:
+        return jnp.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise InvalidTypeError(
+            f"{_OPERATION}: {name} is of type {type_name(type(given))}", hint="JAX or NumPy arrays"
+        ) from error
+
+
+def _before(name: str, given: Any, tensor: Any) -> Any:
+    """[batch, length]: which places of `tensor` [batch, length, ...] lie before the lengths given."""
+    lengths = _array(name, given)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise InvalidTypeError(f"{_OPERATION}: {name} is {lengths.dtype}", hint=f"{name} of int32")
+    if tensor.ndim < 2:  # of a shape that attention refuses
+        return jnp.ones((1, 1), bool)
+    if lengths.shape != tensor.shape[:1]:
+        raise InvalidArgumentError(
+            f"{_OPERATION}: {name} has shape {lengths.shape}", hint=f"{name} of shape {tensor.shape[:1]}"
+        )
+    return jnp.arange(tensor.shape[1]) < lengths[:, None]
+
+
+def _both(mask: Any, is_key: Any) -> Any:
+    if mask.dtype != jnp.bool_:
+        raise InvalidTypeError(f"{_OPERATION}: mask is {mask.dtype}", hint="a mask of bool")
+    if mask.shape[-1:] not in ((), (1,), is_key.shape[-1:]):
+        raise InvalidArgumentError(
+            f"{_OPERATION}: mask has shape {mask.shape}, there are {is_key.shape[-1]} keys",
+            hint="a mask broadcastable to [batch, heads, queries, keys]",
+        )
+    return jnp.logical_and(mask, is_key)
+
+
+def _window(given: Any) -> tuple[Any, ...]:
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        return int(given), int(given)
+    if isinstance(given, (tuple, list)):
+        return tuple(given)
+    raise InvalidTypeError(
+        f"{_OPERATION}: local_window_size is {given!r}", hint="an integer, or a pair of them (left, right)"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import cki  # noqa: E402
 from cki.adapters.jax import dot_product_attention  # noqa: E402
-from cki.errors import InvalidArgumentError  # noqa: E402
+from cki.errors import InvalidArgumentError, InvalidTypeError  # noqa: E402
 
 pytestmark = pytest.mark.jax
 
@@ -102,3 +103,35 @@ def test_jax_s_own_implementations_are_jax_s_own():
 def test_bad_shapes_are_named():
     with pytest.raises(InvalidArgumentError, match="q has 4 heads, which is no multiple of k's 3"):
         dot_product_attention(Q, normal(2, 28, 3, 32), normal(2, 28, 3, 32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": None}, InvalidTypeError, "query is of type NoneType\n  hint: JAX or NumPy arrays"),
+        ({"value": "text"}, InvalidTypeError, "value is of type str"),
+        # These broadcast: the result would have other sequences than the query.
+        ({"query_seq_lengths": np.ones(3, np.int32)}, InvalidArgumentError, "has shape (3,)\n  hint:"),
+        ({"query_seq_lengths": 4}, InvalidArgumentError, "has shape ()\n  hint: query_seq_lengths of shape (2,)"),
+        ({"key_value_seq_lengths": np.ones(1, np.int32)}, InvalidArgumentError, "key_value_seq_lengths has shape (1,)"),
+        ({"key_value_seq_lengths": np.ones(2, np.float32)}, InvalidTypeError, "key_value_seq_lengths is float32"),
+        ({"local_window_size": 2.5}, InvalidTypeError, "local_window_size is 2.5\n  hint: an integer, or a pair"),
+        (
+            {"key_value_seq_lengths": np.ones(2, np.int32), "mask": np.ones((3, 4), np.float32)},
+            InvalidTypeError, "mask is float32\n  hint: a mask of bool",
+        ),
+        (
+            {"key_value_seq_lengths": np.ones(2, np.int32), "mask": np.ones((3, 5), bool)},
+            InvalidArgumentError, "mask has shape (3, 5), there are 4 keys",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_named(changes, error, message):
+    q, k = np.ones((2, 3, 2, 8), np.float32), np.ones((2, 4, 2, 8), np.float32)
+    with pytest.raises(error, match=re.escape(message)):
+        dot_product_attention(**{"query": q, "key": k, "value": k, **changes})
+
+
+def test_a_window_of_a_numpy_integer():
+    q = np.ones((1, 3, 2, 8), np.float32)
+    assert dot_product_attention(q, q, q, local_window_size=np.int64(1)).shape == q.shape
