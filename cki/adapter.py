@@ -269,7 +269,11 @@ def stride_problems(
 def stream_handle(stream: Any) -> int:
     """The handle of a caller's `stream=`: an int, or a stream object of torch, CuPy, cuda.core, PyCUDA or numba."""
     if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
+        if 0 <= stream < 2**64:
+            return stream
+        raise InvalidArgumentError(
+            f"stream is {stream}, which is no address", hint="a handle, 0 for the default stream"
+        )
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         return int((protocol() if callable(protocol) else protocol)[1])

@@ -257,7 +257,9 @@ def _triple(name: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
         x, y, z = (*sizes, 1, 1)[:3]
         if x.__class__ is y.__class__ is z.__class__ is int:
             return x, y, z
-    is_listed = isinstance(sizes, Sequence) or (isinstance(sizes, np.ndarray) and sizes.ndim == 1)
+    is_listed = (isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes))) or (
+        isinstance(sizes, np.ndarray) and sizes.ndim == 1
+    )
     given: tuple[Any, ...] = tuple(sizes) if is_listed else (sizes,)  # type: ignore[arg-type]
     if not all(_is_integer(size) for size in given):
         raise InvalidTypeError(f"{name} is {sizes!r}, not one to three integers")

@@ -80,6 +80,10 @@ def find_entry(text: str, entry: str | None, shown_name: str) -> tuple[str, str]
     if entry is None:
         what = f"{len(found)} kernels ({', '.join(found)})" if found else 'no extern "C" __global__ function'
         raise InvalidArgumentError(f"{shown_name} has {what}", hint=hint or "entry= names the one to load")
+    if not isinstance(entry, str):
+        raise InvalidTypeError(
+            f"entry is {entry!r}, not a str", hint=f"its kernels: {', '.join(found) or 'none'}"
+        )
     if entry not in found:
         listed = ", ".join(found) or "none"
         raise InvalidArgumentError(

@@ -177,10 +177,17 @@ def test_bad_arguments_are_all_named_before_any_launch(device: DeviceUnderTest) 
         kernel(8, 128, [1.0], y, 2.5, 1)
 
 
+@pytest.mark.parametrize("entry", [["scale"], {}, 1, np.array([1, 2])], ids=repr)
+def test_an_entry_that_is_no_text(entry: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"entry is .*, not a str\n  hint: its kernels: scale"):
+        cki.load(SCALE, entry=entry, constants={"kBlock": 128})
+
+
 @pytest.mark.parametrize(
     ("kind", "words", "grid", "options"),
     [
         (InvalidTypeError, "grid is 1.0, not one to three integers", 1.0, {}),
+        (InvalidTypeError, "grid is b'x', not one to three integers", b"x", {}),
         (InvalidTypeError, "grid is None", None, {}),
         (InvalidTypeError, "grid is '12'", "12", {}),
         (InvalidTypeError, "grid is True", True, {}),

@@ -156,6 +156,15 @@ def test_stream_handles(stream, handle):
     assert stream_handle(stream) == handle
 
 
+@pytest.mark.parametrize("stream", [-1, 2**64])
+def test_a_handle_that_is_no_address(stream):
+    """The driver would read there."""
+    with pytest.raises(
+        InvalidArgumentError, match=f"stream is {stream}, which is no address\n  hint: a handle, 0 for"
+    ):
+        stream_handle(stream)
+
+
 @pytest.mark.parametrize("stream", ["main", 1.5, True, object()])
 def test_what_is_no_stream_is_named(stream):
     with pytest.raises(
