@@ -168,10 +168,16 @@ def _call_outside_graphs(spec: OpSpec, inputs: Any, attributes: Any, outs: Any, 
 
 
 _OUTSIDE = (
-    "a call with stream=, of cki.Encoder, or without tensors of torch cannot be part of a traced program"
+    "a call with stream=, of cki.Encoder, or without tensors of torch, or one whose out= is of another shape or dtype, "
+    "cannot be part of a traced program"
 )
 # torch.compile ends its graph here and makes the call between two graphs, or says why where it may not.
 _outside_graphs = torch.compiler.disable(_call_outside_graphs, reason=_OUTSIDE)
+
+
+def _fits(out: Any, result: torch.Tensor) -> bool:
+    """A copy would convert and broadcast."""
+    return isinstance(out, torch.Tensor) and out.shape == result.shape and out.dtype == result.dtype
 
 
 def traced_call(
@@ -191,6 +197,11 @@ def traced_call(
     found = OPERATORS[spec.name](*inputs, **named)
     found = [found] if len(spec.outputs) == 1 else found
     results = [result for result in found if result.dtype != torch.bool]
+    for index, out in enumerate(outs):
+        if out is not None and not (index < len(results) and _fits(out, results[index])):
+            return _outside_graphs(
+                spec, inputs, attributes, outs, stream
+            )  # refused there, in the eager call's words
     for index, out in enumerate(outs):
         if out is not None:
             out.copy_(results[index])

@@ -214,6 +214,32 @@ def test_a_wrong_call_is_refused_while_it_is_traced():
             cki.layer_norm(x, w)
 
 
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (torch.zeros(2, 8, dtype=torch.float16), InvalidTypeError, "out is f16\n  hint: out of dtype f32"),
+        (
+            torch.zeros(3, 2, 8),
+            InvalidArgumentError,
+            r"out has shape \(3, 2, 8\)\n  hint: out of shape \(2, 8\)",
+        ),
+    ],
+)
+def test_an_out_that_a_copy_would_convert_or_broadcast_to_is_refused(out, error, message):
+    def model(x, out):
+        return cki.softmax(x, out=out)
+
+    torch._dynamo.reset()
+    with cki.device("sim"):
+        with pytest.raises(error, match=message):
+            torch.compile(model, backend="eager")(torch.ones(2, 8), out)
+        assert not out.any()
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match="one whose out= is of another shape or dtype"
+        ):
+            torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 8), out)
+
+
 def test_a_call_with_a_stream_stands_between_two_graphs():
     def model(x):
         return cki.layer_norm(2 * x, stream=0) + 1
