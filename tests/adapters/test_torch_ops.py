@@ -234,6 +234,7 @@ def test_an_out_that_a_copy_would_convert_or_broadcast_to_is_refused(out, error,
         with pytest.raises(error, match=message):
             torch.compile(model, backend="eager")(torch.ones(2, 8), out)
         assert not out.any()
+        torch._dynamo.reset()
         with pytest.raises(
             torch._dynamo.exc.Unsupported, match="one whose out= is of another shape or dtype"
         ):
