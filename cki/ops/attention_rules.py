@@ -8,6 +8,7 @@ from cki.ops.spec import Problem
 
 MAX_HEAD_DIM = 256
 FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
+_LARGEST_SCALE = 1e38
 _ALIGNMENTS = ("bottom_right", "top_left")
 
 
@@ -70,6 +71,23 @@ def check_per_head(problem: Problem, name: str) -> None:
         problem.reject_type(f"{name} has dtype {tensor.dtype}", f"{name} of dtype f32")
 
 
+def check_scale(problem: Problem) -> None:
+    """scale: times log2(e) it is still a number of fp32."""
+    scale = problem.attribute("scale")
+    if scale is not None and abs(scale) > _LARGEST_SCALE:
+        problem.reject(f"scale is {scale}", f"scale from {-_LARGEST_SCALE:g} to {_LARGEST_SCALE:g}")
+
+
+def check_softcap(problem: Problem) -> None:
+    """softcap: twice it, and 2 log2(e) scale / softcap, are numbers of fp32."""
+    scale, softcap = problem.attribute("scale"), problem.attribute("softcap")
+    least = abs(1.0 if scale is None else scale) / _LARGEST_SCALE
+    if softcap and not least <= softcap <= _LARGEST_SCALE:
+        problem.reject(
+            f"softcap is {softcap}", f"softcap of 0 (off), or from {least:g} to {_LARGEST_SCALE:g}"
+        )
+
+
 def check_attributes(problem: Problem) -> None:
     """causal_alignment, window and softcap."""
     alignment, window = problem.attribute("causal_alignment"), problem.attribute("window")
@@ -81,8 +99,8 @@ def check_attributes(problem: Problem) -> None:
         problem.reject(
             f"window is {window!r}", "window a pair (left, right) of integers, each at least -1 (no limit)"
         )
-    if problem.attribute("softcap") < 0:
-        problem.reject(f"softcap is {problem.attribute('softcap')}", "softcap of at least 0 (0 is off)")
+    check_scale(problem)
+    check_softcap(problem)
 
 
 def _check_lengths(problem: Problem) -> None:

@@ -21,6 +21,7 @@ from cki.kernel import KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.attention import MAX_HEAD_DIM
 from cki.ops.attention_hopper import workspace_of
+from cki.ops.attention_rules import check_scale
 from cki.ops.call import call
 from cki.ops.encoder_blocks import (
     AttentionBlock,
@@ -240,6 +241,7 @@ def _check_block(problem: Problem, gamma: str, beta: str, layout: str) -> bool:
         problem.reject_type(f"x is {x.dtype}", "x of f32, f16 or bf16")
     if problem.attribute("epsilon") < 0:
         problem.reject(f"epsilon is {problem.attribute('epsilon')}", "epsilon of 0 or more")
+    check_scale(problem)
     counts = _check_heads(problem)
     _check_sequences(problem)
     axes = "batch, seq, hidden" if problem.get("cu_seqlens") is None else "tokens, hidden"

@@ -7,6 +7,7 @@ from typing import Any
 from cki import dtypes
 from cki.errors import InvalidArgumentError
 from cki.operand import Operand
+from cki.ops.attention_rules import check_scale, check_softcap
 from cki.ops.cache_arguments import CACHE_DTYPES, check_cache
 from cki.ops.spec import Problem
 from cki.ops.validate import host_values, shape_of
@@ -126,8 +127,8 @@ def _check_options(problem: Problem) -> None:
         )
     elif window[0] >= 2**30:
         problem.reject(f"window is {window!r}", "a window below 2**30")
-    if problem.attribute("softcap") < 0:
-        problem.reject(f"softcap is {problem.attribute('softcap')}", "softcap of at least 0 (0 is off)")
+    check_scale(problem)
+    check_softcap(problem)
     q = problem["q"]
     for name in ("sinks", "alibi_slopes"):
         tensor = problem.get(name)

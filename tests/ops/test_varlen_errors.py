@@ -65,7 +65,7 @@ CASES = [
     (PACKED, {"alibi_slopes": tensor(4)}, "alibi_slopes has dtype f16", "of dtype f32"),
     (PACKED, {"causal_alignment": "left"}, "causal_alignment is 'left'", '"top_left"'),
     (PACKED, {"window": (-2, 1)}, "window is (-2, 1)", "at least -1"),
-    (PACKED, {"softcap": -1.0}, "softcap is -1.0", "at least 0"),
+    (PACKED, {"softcap": -1.0}, "softcap is -1.0", "of 0 (off), or from 1e-38 to 1e+38"),
     (PACKED, {"scale": float("inf")}, "scale is inf, not a finite number", ""),
     (PACKED, {"max_seqlen_q": -1}, "max_seqlen_q is -1", "at least 0"),
     (PACKED, {"max_seqlen_k": 3.5}, "max_seqlen_k is 3.5 of type float, not int", ""),
