@@ -107,8 +107,8 @@ class Encoder:
 
         input_ids: [batch, seq] of int32 or int64.
         attention_mask: [batch, seq], bool, uint8, int8, int32 or int64, nonzero keeps a token; or lengths: [batch],
-            int32 or int64, the first tokens are kept.  Neither keeps all.  Hidden tokens do not influence others; their own rows of the
-            result mean nothing.
+            int32 or int64, the first tokens are kept.  Neither keeps all.  Hidden tokens do not influence others; their
+            own rows of the result mean nothing.
         token_type_ids: [batch, seq]; None is type 0.  position_ids: [batch, seq] or [seq]; None counts.
         cu_seqlens: int32 or int64 [batch + 1], for sequences one behind the other without padding: input_ids and the
             like are [tokens], sequence b from cu_seqlens[b] up to cu_seqlens[b + 1], and the result is

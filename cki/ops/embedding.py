@@ -53,8 +53,9 @@ def embed_tokens(
 def mean_pool(x: Any, mask: Any, *, normalize: bool = True, out: Any = None, stream: Any = None) -> Any:
     """The mean over each sequence's kept tokens, then its L2 normalisation, as sentence-transformers computes them.
 
-    x: [batch, seq, width] of f32, f16 or bf16, any strides.  mask: [batch, seq], bool, uint8, int8, int32
-    or int64, nonzero keeps; or lengths [batch], int32 or int64: the first tokens are kept.  normalize: divide by max(L2 norm, 1e-12).
+    x: [batch, seq, width] of f32, f16 or bf16, any strides.  mask: [batch, seq], bool, uint8, int8, int32 or
+    int64, nonzero keeps; or lengths [batch], int32 or int64: the first tokens are kept.  normalize: divide by
+    max(L2 norm, 1e-12).
 
     Returns [batch, width].  Hidden tokens are not read: NaN in padding does not matter.  A sequence with none kept
     gives zeros.
