@@ -35,6 +35,7 @@ from cki.dlpack import DLPackExport, from_capsule
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.memory.views import CacheTensor
+from cki.ops.bind import out_arguments, require_inputs
 from cki.ops.cache_arguments import is_cache_memory
 from cki.ops.call import Planned, PlanRequest
 from cki.ops.spec import OpSpec
@@ -243,6 +244,13 @@ def _function(name: str) -> Callable[..., Any]:
             public(*arguments, **named, stream=PlanRequest())
         except Planned as planned:
             call = planned
+        require_inputs(call.spec, call.inputs)
+        outs = [out for out, tensor in zip(out_arguments(call.spec), call.outs) if tensor is not None]
+        if outs:
+            raise InvalidArgumentError(
+                f"{name}: {', '.join(outs)} is given, but JAX arrays are immutable",
+                hint=f"no {outs[0]}=; use what is returned",
+            )
         given = [
             (item.name, tensor) for item, tensor in zip(call.spec.inputs, call.inputs) if tensor is not None
         ]

@@ -397,6 +397,12 @@ def test_what_xla_decides_itself_is_refused():
         jax.jit(lambda x: cki.softmax(x, out=x))(x)
     with pytest.raises(InvalidArgumentError, match="softmax: stream is given"):
         cki_jax.softmax(x, stream=5)
+    with pytest.raises(
+        InvalidArgumentError, match="softmax: out is given, but JAX arrays are immutable\n  hint: no out="
+    ):
+        cki_jax.softmax(x, out=x)
+    with pytest.raises(InvalidTypeError, match="softmax: missing tensors\n  - x is None"):
+        cki_jax.softmax(None)
 
 
 def test_what_is_no_public_operation_is_refused_inside_jit(tmp_path):
