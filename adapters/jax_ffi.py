@@ -7,6 +7,8 @@ XLA gives: the host never waits, and outputs and workspace are XLA's.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import threading
 from collections.abc import Sequence
@@ -202,6 +204,22 @@ def register() -> None:
             handler = xla_ffi.make_handler(xla_calls.run, version, has_stream=has_stream)
             jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform=platform)
             _handlers.append(handler)
+        atexit.register(_finish)
+
+
+def _finish() -> None:
+    """Wait for the calls that XLA still has to make, before the interpreter goes.
+
+    XLA runs programs behind the caller's back.  When the interpreter ends it destroys XLA's client, which waits for its
+    threads while it holds Python's lock; a thread that is about to enter a handler waits for that lock for ever.
+    """
+    for platform in {"cpu", jax.default_backend()}:
+        for array in jax.live_arrays(platform):
+            with contextlib.suppress(
+                Exception
+            ):  # what a failed program left behind was reported to its reader
+                array.block_until_ready()
+    xla_ffi.activity.wait_quiet(0.25, patience=60.0)  # for results that nobody kept
 
 
 mlir.register_lowering(primitive, functools.partial(_lower, kind="cpu"), platform="cpu")

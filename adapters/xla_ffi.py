@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -169,6 +170,7 @@ def make_handler(
 
     def handler(frame_pointer: Any) -> int | None:
         frame = frame_pointer.contents
+        activity.enter()
         try:
             if frame.extension and _answer_metadata(frame.extension, answered):
                 return None
@@ -176,9 +178,35 @@ def make_handler(
         except BaseException as error:
             # Whatever happened must not pass as success: ctypes would print it and return 0.
             return _xla_error(frame.api, error)
+        finally:
+            activity.leave()
         return None
 
     return _Handler(handler)
+
+
+class Activity:
+    """How many handlers run, in all threads of XLA's, and when the last one ended."""
+
+    def __init__(self) -> None:
+        self._running: list[None] = []  # append and pop are atomic
+        self._ended = 0.0
+
+    def enter(self) -> None:
+        self._running.append(None)
+
+    def leave(self) -> None:
+        self._running.pop()
+        self._ended = time.monotonic()
+
+    def wait_quiet(self, seconds: float, patience: float) -> None:
+        """Wait until no handler has run for so long; `patience` seconds at most."""
+        limit = time.monotonic() + patience
+        while (now := time.monotonic()) < limit and (self._running or now - self._ended < seconds):
+            time.sleep(seconds / 10)
+
+
+activity = Activity()
 
 
 def _answer_metadata(extension: int, version: tuple[int, int]) -> bool:

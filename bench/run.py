@@ -58,10 +58,12 @@ def run_family(family: str, out: Path, folder: Path = HERE, limit_s: float = 240
     start = time.monotonic()
     paths = os.pathsep.join(filter(None, [str(folder.parent), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "BENCH_OUT": str(out), "PYTHONPATH": paths}
-    # A session of its own, so that what it started can be ended with it.
+    # A session of its own, so that what it started can be ended with it.  A shell lets its background jobs ignore
+    # SIGINT, which they hand down.
     process = subprocess.Popen(
-        [sys.executable, str(folder / f"{family}.py")], env=environment, start_new_session=True
-    )
+        [sys.executable, str(folder / f"{family}.py")], env=environment, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         status = process.wait(limit_s)
         ending = "done" if status == 0 else f"failed ({status})"

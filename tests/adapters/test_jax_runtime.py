@@ -48,11 +48,20 @@ def run_python(script: str, **environment: str) -> str:
     variables = {**os.environ, "CKI_DEVICE": "sim", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **environment}
     begin = "import jax, jax.numpy as jnp, numpy as np, cki, cki.adapters.jax as cki_jax\n"
     done = subprocess.run(
-        [sys.executable, "-c", begin + script], env=variables, capture_output=True, text=True
+        [sys.executable, "-c", begin + script], env=variables, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "Exception" not in done.stderr
     return done.stdout
+
+
+def test_the_interpreter_ends_while_results_are_outstanding():
+    """XLA's client, destroyed with Python's lock held, waits for its threads; those wait for the lock to call us."""
+    for keep in ("y = f(q)", "f(q)"):
+        run_python(
+            "q = jax.random.normal(jax.random.key(0), (1, 64, 2, 32))\n"
+            f"f = jax.jit(lambda q: cki.attention(q, q, q, causal=True) * 2)\nfor _ in range(4):\n    {keep}\n"
+        )
 
 
 # ---------------------------------------------------------------- many calls, many threads

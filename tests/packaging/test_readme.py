@@ -51,6 +51,7 @@ def test_block_runs(block, kind, tmp_path):
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,  # a process that does not end at its end
     )
     assert done.returncode == 0, done.stderr
 
