@@ -200,9 +200,11 @@ class Activity:
         self._ended = time.monotonic()
 
     def wait_quiet(self, seconds: float, patience: float) -> None:
-        """Wait until no handler has run for so long; `patience` seconds at most."""
-        limit = time.monotonic() + patience
-        while (now := time.monotonic()) < limit and (self._running or now - self._ended < seconds):
+        """Wait until no handler has run for so long, from now on; `patience` seconds at most."""
+        begin = time.monotonic()
+        while (now := time.monotonic()) < begin + patience:
+            if not self._running and now - max(begin, self._ended) >= seconds:
+                break
             time.sleep(seconds / 10)
 
 
