@@ -43,9 +43,10 @@ class EncoderConfig:
 
 
 class Problems:
-    """Everything that is wrong with the arguments of `Encoder.from_weights`, raised as one error."""
+    """Everything that is wrong with a model's weights or configuration, raised as one error."""
 
-    def __init__(self) -> None:
+    def __init__(self, summary: str = "these weights make no encoder") -> None:
+        self._summary = summary
         self.found: list[str] = []
         self._hints: dict[str, None] = {}
 
@@ -58,7 +59,7 @@ class Problems:
     def refuse(self) -> None:
         """Raise InvalidArgumentError with all problems, if there are any."""
         if self.found:
-            raise InvalidArgumentError("these weights make no encoder", self.found, "; ".join(self._hints))
+            raise InvalidArgumentError(self._summary, self.found, "; ".join(self._hints))
 
 
 class Settings:
