@@ -10,7 +10,8 @@ JAX computes on streams of its own that nobody can be told of, so `begin` waits 
 adopted by it without a copy: on the CPU from 64-byte aligned NumPy memory, on a GPU from CuPy memory by DLPack.
 
 The functions here, unlike those of `cki`, always go through XLA, take NumPy arrays beside JAX's, and return the new
-values of what an operation writes (`append_kv`: the caches) behind its outputs.
+values of what an operation writes (`append_kv`: the caches) behind its outputs.  With `recompute_gradient=True`
+`jax.grad` differentiates the plain expression of the operation (`cki.adapters.gradient_jax`).
 """
 
 from __future__ import annotations
@@ -234,6 +235,7 @@ def _function(name: str) -> Callable[..., Any]:
 
     @functools.wraps(public)
     def function(*args: Any, **kwargs: Any) -> Any:
+        recomputes = kwargs.pop("recompute_gradient", False)
         if kwargs.pop("stream", None) is not None:
             raise InvalidArgumentError(
                 f"{name}: stream is given, but XLA launches on its own", hint="no stream="
@@ -262,6 +264,10 @@ def _function(name: str) -> Callable[..., Any]:
         require_valid(
             _ADAPTER, [n for n, _ in given], [None if isinstance(t, jax.core.Tracer) else t for _, t in given]
         )
+        if recomputes:
+            from cki.adapters.gradient_jax import bind_recomputed
+
+            return bind_recomputed(call.spec, call.inputs, call.attributes)
         return _in_program(call.spec, call.inputs, call.attributes, call.outs, None)
 
     return function

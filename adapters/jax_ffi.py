@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cki import dtypes
-from cki.adapters import xla_calls, xla_ffi
+from cki.adapters import gradient, xla_calls, xla_ffi
 from cki.adapters.jax_batching import batch_leading
 from cki.adapters.xla_calls import XlaCall
 from cki.device import current
@@ -125,10 +125,8 @@ def _result_like(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> An
 
 
 def _jvp(primals: Any, tangents: Any, **parameters: Any) -> NoReturn:
-    name = parameters["operation"]
-    raise UnsupportedError(
-        f"{name} has no gradient: CKI is for inference, and jax.grad, jax.vjp or jax.jvp reached cki.{name}",
-        hint="jax.lax.stop_gradient on its arguments, jax.custom_vjp around it, or the same in plain JAX for training",
+    raise gradient.refusal(
+        parameters["operation"], "jax", "jax.lax.stop_gradient on the arguments says that none is meant"
     )
 
 

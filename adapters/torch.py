@@ -1,7 +1,10 @@
-"""PyTorch tensors, on the GPU and (for the simulated device) on the CPU.
+"""PyTorch tensors, on the GPU and (for the simulated device) on the CPU; `cki.adapters.torch.attention` and so on.
 
 Tensors are read by attributes (under 1 us), outputs come from torch's allocator, kernels run on torch's current
 stream.  So PyTorch's own rules for stream order, memory reuse and graph capture hold unchanged.
+
+The public operations as functions of this module are those of `cki`, and take `recompute_gradient=True`: then autograd
+records the call, and differentiates the plain expression (`cki.adapters.gradient_torch`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 
+import cki
 from cki import dtypes
 from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
 from cki.adapters.torch_attention import scaled_dot_product_attention as scaled_dot_product_attention
@@ -19,6 +23,7 @@ from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.ops.match import Guard, Likeness
 from cki.ops.spec import OpSpec
+from cki.ops.table import public_specs
 from cki.tensor import DeviceId, TensorView, contiguous_strides
 
 _NAMES = {
@@ -110,7 +115,8 @@ class TorchAdapter(Adapter):
         if tensor.requires_grad and _is_grad_enabled():
             problems.append(
                 f"{name} requires grad and gradients are being recorded, which CKI cannot do; call under "
-                f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+                f"torch.no_grad() or torch.inference_mode(), pass {name}.detach(), or call the function of "
+                "cki.adapters.torch with recompute_gradient=True"
             )
         if tensor.dtype not in _FROM_TORCH:
             problems.append(
@@ -267,3 +273,32 @@ def adapter_for(cls: type, name: str) -> Adapter:
 
 _ADAPTER = TorchAdapter()
 _TRACED = TracedAdapter()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the public operations, with gradients where they are asked for
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., Any]:
+    public = getattr(cki, name)
+
+    @functools.wraps(public)
+    def function(*args: Any, recompute_gradient: bool = False, **kwargs: Any) -> Any:
+        if not recompute_gradient:
+            return public(*args, **kwargs)
+        from cki.adapters.gradient_torch import call_recomputed
+
+        return call_recomputed(name, public, args, kwargs)
+
+    return function
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name not in public_specs():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, _function(name))  # type: ignore[no-any-return]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *public_specs()})

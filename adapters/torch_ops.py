@@ -21,7 +21,7 @@ from cki.adapters.torch import _FROM_TORCH, _TO_TORCH, TracedAdapter
 from cki.errors import InvalidTypeError, UnsupportedError
 from cki.operand import Operand
 from cki.ops.bind import attribute_values
-from cki.ops.call import call
+from cki.ops.call import PlanRequest, call
 from cki.ops.spec import Attribute, Input, OpSpec, Problem
 from cki.ops.table import public_specs
 
@@ -161,6 +161,16 @@ def _register() -> tuple[torch.library.Library, dict[str, Any]]:
 _LIBRARY, OPERATORS = _register()
 
 
+def run_operator(
+    operator: Callable[..., Any], spec: OpSpec, inputs: tuple[Any, ...], attributes: tuple[Any, ...]
+) -> list[Any]:
+    """The outputs that this call has."""
+    named = dict(zip([attribute.name for attribute in spec.attributes], attributes))
+    found = operator(*inputs, **named)
+    found = [found] if len(spec.outputs) == 1 else found
+    return [result for result in found if result.dtype != torch.bool]
+
+
 def _call_outside_graphs(spec: OpSpec, inputs: Any, attributes: Any, outs: Any, stream: Any) -> Any:
     if any(isinstance(adapter_of(t), TracedAdapter) for t in inputs if t is not None):
         raise UnsupportedError(f"{spec.name}: {_OUTSIDE}")
@@ -191,12 +201,14 @@ def traced_call(
 
     Traced by torch.compile itself, so plain in what it does.
     """
-    if stream is not None or spec.name not in OPERATORS or not isinstance(inputs[0], torch.Tensor):
+    operators = OPERATORS
+    if stream.__class__ is PlanRequest:  # of a function called with recompute_gradient=True
+        from cki.adapters.gradient_torch import OPERATORS as WITH_GRADIENTS
+
+        operators, stream = WITH_GRADIENTS, None
+    if stream is not None or spec.name not in operators or not isinstance(inputs[0], torch.Tensor):
         return _outside_graphs(spec, inputs, attributes, outs, stream)
-    named = dict(zip([attribute.name for attribute in spec.attributes], attributes))
-    found = OPERATORS[spec.name](*inputs, **named)
-    found = [found] if len(spec.outputs) == 1 else found
-    results = [result for result in found if result.dtype != torch.bool]
+    results = run_operator(operators[spec.name], spec, inputs, attributes)
     for index, out in enumerate(outs):
         if out is not None and not (index < len(results) and _fits(out, results[index])):
             return _outside_graphs(

@@ -1,0 +1,187 @@
+"""Gradients of operations in PyTorch: operators `torch.ops.cki_recompute.<name>`, whose backward pass differentiates
+the plain expression (`cki.adapters.gradient`).
+
+Each is the operator of the same name in `torch.ops.cki`, with a gradient registered.  So `torch.compile` traces both
+passes, and nothing but the inputs is kept between them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cki.adapters import gradient
+from cki.adapters.torch_ops import _fake, _run, run_operator, schema
+from cki.errors import UnsupportedError
+from cki.ops.call import Planned, PlanRequest, common_adapter_of
+from cki.ops.spec import OpSpec
+from cki.ops.table import public_specs
+
+
+class TorchArrays:
+    """`cki.adapters.gradient.Arrays` of PyTorch."""
+
+    matmul = staticmethod(torch.matmul)
+    exp = staticmethod(torch.exp)
+    log = staticmethod(torch.log)
+    tanh = staticmethod(torch.tanh)
+    erf = staticmethod(torch.erf)
+    rsqrt = staticmethod(torch.rsqrt)
+    cos = staticmethod(torch.cos)
+    sin = staticmethod(torch.sin)
+    sigmoid = staticmethod(torch.sigmoid)
+    abs = staticmethod(torch.abs)
+    where = staticmethod(torch.where)
+    maximum = staticmethod(torch.maximum)
+    reshape = staticmethod(torch.reshape)
+    transpose = staticmethod(torch.permute)
+    concatenate = staticmethod(functools.partial(torch.cat, dim=-1))
+    stack = staticmethod(functools.partial(torch.stack, dim=-1))
+    constant = staticmethod(torch.Tensor.detach)
+
+    @staticmethod
+    def take(table: Any, rows: Any) -> Any:
+        return table[rows]
+
+    @staticmethod
+    def mean(x: Any) -> Any:
+        return x.mean(-1, keepdim=True)
+
+    @staticmethod
+    def sum(x: Any) -> Any:
+        return x.sum(-1, keepdim=True)
+
+    @staticmethod
+    def max(x: Any) -> Any:
+        return x.amax(-1, keepdim=True)
+
+    @staticmethod
+    def shape(x: Any) -> tuple[Any, ...]:
+        return tuple(x.shape)
+
+    @staticmethod
+    def arange(count: Any, like: Any) -> Any:
+        return torch.arange(count, device=like.device)
+
+    @staticmethod
+    def wide(x: Any) -> Any:
+        return x if x.dtype == torch.float64 else x.float()
+
+    @staticmethod
+    def widest(x: Any) -> Any:
+        return x.double()
+
+    @staticmethod
+    def like(x: Any, other: Any) -> Any:
+        return x.to(other.dtype)
+
+    @staticmethod
+    def as_bool(x: Any) -> Any:
+        return x != 0
+
+
+ARRAYS = TorchArrays()
+
+
+def _gradients(
+    spec: OpSpec,
+    inputs: Sequence[Any],
+    attributes: dict[str, Any],
+    needed: Sequence[bool],
+    given: Sequence[Any],
+) -> list[Any]:
+    """Gradients of the needed inputs, None for others.  given: of the outputs, None where nothing depends on one."""
+    # Where the gradient is itself differentiated, it depends on the inputs as they are; else on copies of their own.
+    is_recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        variables = [
+            tensor
+            if tensor is None or not is_needed
+            else tensor.view_as(tensor)
+            if is_recorded and tensor.requires_grad
+            else tensor.detach().requires_grad_()
+            for tensor, is_needed in zip(inputs, needed)
+        ]
+        named = {item.name: tensor for item, tensor in zip(spec.inputs, variables)}
+        outputs = gradient.expression(spec.name)(ARRAYS, named, attributes)
+        pairs = [(y, g) for y, g in zip(outputs, given) if g is not None and y.requires_grad]
+        wanted = [tensor for tensor, is_needed in zip(variables, needed) if is_needed]
+        found = iter(
+            torch.autograd.grad(
+                [y for y, _ in pairs],
+                wanted,
+                [g for _, g in pairs],
+                create_graph=is_recorded,
+                allow_unused=True,
+            )
+        )
+    return [next(found) if is_needed else None for is_needed in needed]
+
+
+def _register(library: torch.library.Library, spec: OpSpec) -> Any:
+    name = f"cki_recompute::{spec.name}"
+    library.define(schema(spec), tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        library.impl(spec.name, _run(spec), key)
+    torch.library.register_fake(name, _fake(spec), lib=library)
+
+    def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.attributes = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in keyword_only_inputs.items()
+        }
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *given: Any) -> Any:
+        inputs = ctx.saved_tensors
+        # The dispatcher leaves out the last arguments where they have their default.
+        asked = [*ctx.needs_input_grad, *[False] * len(inputs)]
+        needed = [
+            is_needed and tensor is not None and tensor.is_floating_point()
+            for is_needed, tensor in zip(asked, inputs)
+        ]
+        return tuple(_gradients(spec, inputs, ctx.attributes, needed, given))
+
+    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=library)
+    return getattr(torch.ops.cki_recompute, spec.name).default
+
+
+def _register_all() -> tuple[torch.library.Library, dict[str, Any]]:
+    """The library must be kept: its operators vanish with it."""
+    library = torch.library.Library("cki_recompute", "DEF")
+    names = gradient.names()
+    return library, {name: _register(library, spec) for name, spec in public_specs().items() if name in names}
+
+
+_LIBRARY, OPERATORS = _register_all()
+
+
+def call_recomputed(
+    name: str, public: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """The public function's call by the operator with a gradient; traced by torch.compile itself."""
+    gradient.expression(name)
+    if kwargs.get("stream") is not None:
+        raise UnsupportedError(
+            f"{name}: stream is given beside recompute_gradient=True",
+            hint="torch's current stream, no stream=",
+        )
+    kwargs = {**kwargs, "stream": _REQUEST}
+    try:
+        return public(*args, **kwargs)  # in traced code: see traced_call
+    except Planned as planned:
+        found = planned
+    if any(out is not None for out in found.outs):
+        raise UnsupportedError(
+            f"{name}: an output tensor is given beside recompute_gradient=True", hint="use what is returned"
+        )
+    common_adapter_of(found.spec, found.inputs, found.outs)  # names what is no tensor of torch
+    results = run_operator(OPERATORS[name], found.spec, found.inputs, found.attributes)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+_REQUEST = PlanRequest()
