@@ -11,6 +11,10 @@ from pathlib import Path
 
 from cki._checkout import cuda_src
 from cki.sim import store, toolchain
+from cki.sim.precompiled import CompilerCall
+
+#: The C++ library's headers, which the runtime's files mostly consist of for the compiler.
+_STANDARD = "runtime/standard.h"
 
 
 class Extent(ctypes.Structure):
@@ -68,7 +72,7 @@ def _sources() -> list[Path]:
 @functools.lru_cache(maxsize=1)
 def key() -> str:
     """Changes with the runtime's sources, the compiler, or the flags."""
-    total = hashlib.sha256(repr((toolchain.find_compiler().identity, toolchain.common_flags())).encode())
+    total = hashlib.sha256(repr((toolchain.find_compiler().identity, _flags())).encode())
     directory = source_dir()
     for path in sorted([directory / "runtime_api.h", *(directory / "runtime").iterdir()]):
         if path.suffix in (".cpp", ".h", ".S"):
@@ -76,15 +80,20 @@ def key() -> str:
     return total.hexdigest()[:24]
 
 
+def _flags() -> list[str]:
+    return [*toolchain.common_flags(), "-O3", "-g1", "-Wall", "-Wextra", "-fno-semantic-interposition"]
+
+
 def _build(working: Path, result: Path) -> None:
-    flags = [
-        *toolchain.common_flags(), "-O3", "-g1", "-Wall", "-Wextra", "-fno-semantic-interposition",
-        "-I", str(source_dir()), "-I", str(cuda_src()),
-    ]  # fmt: skip
+    call = CompilerCall(_flags(), [source_dir(), cuda_src()], _STANDARD)
+    call.precompile(working / "headers")
 
     def compile_one(source: Path) -> Path:
-        object_file = working / (source.name + ".o")
-        toolchain.run_compiler([*flags, "-c", str(source), "-o", str(object_file)], f"runtime/{source.name}")
+        object_file, what = working / (source.name + ".o"), f"runtime/{source.name}"
+        if source.suffix == ".S":
+            toolchain.run_compiler(["-c", str(source), "-o", str(object_file)], what)
+        else:
+            call.compile(source, object_file, what, working / "headers")
         return object_file
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
