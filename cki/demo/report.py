@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from cki.demo.minilm import INSTALL, Array
-from cki.errors import MissingPackageError
-from cki.errors import InvalidArgumentError
+from cki.errors import InvalidArgumentError, MissingPackageError
 
 #: Colours of the heat map at similarity 0 (and below), 1/3, 2/3 and 1: one hue, readable in grey too.
 COLOURS = ((247, 251, 255), (158, 202, 225), (49, 130, 189), (8, 48, 107))

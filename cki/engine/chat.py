@@ -63,7 +63,7 @@ def _compile(source: str) -> Any:
     except ImportError as error:
         raise missing("jinja2", "the chat template") from error
 
-    class Generation(Extension):
+    class Generation(Extension):  # type: ignore[misc]  # jinja2 is looked at through `Any`
         """{% generation %}...{% endgeneration %} marks what training learns from; here it is its body."""
 
         tags = {"generation"}  # noqa: RUF012

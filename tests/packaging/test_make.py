@@ -24,11 +24,11 @@ def test_make_shows_its_targets():
         ["make", "-C", str(ROOT), "--no-print-directory"], capture_output=True, text=True, check=True
     )
     targets = [line.split()[1] for line in shown.stdout.splitlines()]
-    wanted = ["demo", "test", "test-gpu", "bench", "compile-all", "lint", "format", "clean"]
+    wanted = ["demo", "demo-llm", "test", "test-gpu", "bench", "compile-all", "lint", "format", "clean"]
     assert [target for target in targets if target != "help"] == wanted
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "compile-all"])
+@pytest.mark.parametrize("target", ["demo", "demo-llm", "test", "lint", "compile-all"])
 def test_targets_make_their_environment(target, tmp_path):
     """From nothing, the first steps check Python, make the environment and install the package into it."""
     command = ["make", "-C", str(ROOT), "-n", target, f"VENV={tmp_path / 'venv'}"]
