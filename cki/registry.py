@@ -25,6 +25,7 @@ FAMILIES = {
     "rope": "cki.ops.rope",
     "paged": "cki.ops.paged",
     "pointwise": "cki.ops.pointwise_kernels",
+    "sampling": "cki.ops.sampling",
 }
 
 

@@ -220,6 +220,10 @@ class PagedKVCache:
             place = place._replace(shape=(extent, *place.shape[1:]))
         return CacheTensor(self._arena, place)
 
+    def table(self, name: str) -> CacheTensor:
+        """A table of the steps in its full size, by its name in `Step`: what a plan made for all steps reads."""
+        return self._table(name)
+
     @property
     def block_table(self) -> CacheTensor:
         """i32 [max_sequences, max_blocks_per_sequence]: row i belongs to the i-th sequence of the last step."""

@@ -1,0 +1,117 @@
+"""A decoder's weights in device memory: one copy of each, Q, K and V side by side, gate and up side by side.
+
+A layer's products of one input are one matrix, so a step needs one launch for Q, K and V, and one for gate and up.
+Roles are the names under which a step's plan knows the weights; matrices lie as files store them, [out, in].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from cki import dtypes
+from cki.device import DeviceInfo
+from cki.dtypes import DType
+from cki.engine.config import ModelConfig
+from cki.engine.device_memory import DeviceTensors
+from cki.engine.rope import cos_sin_table
+from cki.memory.views import CacheTensor
+
+#: Role in a layer -> the weights of Hugging Face's names whose rows it holds, one below the other.
+_LAYER_PARTS = {
+    "norm1": ("input_layernorm.weight",),
+    "wqkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "bqkv": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "wo": ("self_attn.o_proj.weight",),
+    "bo": ("self_attn.o_proj.bias",),
+    "norm2": ("post_attention_layernorm.weight",),
+    "wgu": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "bgu": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "wd": ("mlp.down_proj.weight",),
+    "bd": ("mlp.down_proj.bias",),
+}
+_MODEL_PARTS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Role -> shape of every weight that the model has; layers' roles are `layers.0.wqkv` and so on."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    rows = (config.num_heads + 2 * config.num_kv_heads) * dim
+    layer: dict[str, tuple[int, ...]] = {"norm1": (hidden,), "wqkv": (rows, hidden)}
+    if config.attention_bias:
+        layer["bqkv"] = (rows,)
+    if config.qk_norm:
+        layer |= {"q_norm": (dim,), "k_norm": (dim,)}
+    layer["wo"] = (hidden, config.num_heads * dim)
+    if config.attention_output_bias:
+        layer["bo"] = (hidden,)
+    layer |= {"norm2": (hidden,), "wgu": (2 * inner, hidden)}
+    if config.mlp_bias:
+        layer["bgu"] = (2 * inner,)
+    layer["wd"] = (hidden, inner)
+    if config.mlp_bias:
+        layer["bd"] = (hidden,)
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden)}
+    for number in range(config.num_layers):
+        shapes |= {f"layers.{number}.{role}": shape for role, shape in layer.items()}
+    shapes["final_norm"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["head"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def source_names(role: str) -> tuple[str, ...]:
+    """Hugging Face's names of the weights that a role is made of, in the order of its rows."""
+    if role == "head":
+        return ("lm_head.weight",)
+    if role in _MODEL_PARTS:
+        return (_MODEL_PARTS[role],)
+    start, _, part = role.rpartition(".")
+    return tuple(f"model.{start}.{name}" for name in _LAYER_PARTS[part])
+
+
+class DeviceWeights:
+    """All weights of a model on a device, converted to one element type.
+
+    weights: Hugging Face's names to NumPy arrays, read one after the other and not kept.  positions: as many as the
+    table of cosines and sines has, where the model needs one (role "cos_sin").
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, np.ndarray],
+        dtype: DType,
+        device: DeviceInfo,
+        positions: int,
+    ) -> None:
+        self.dtype = dtype
+        shapes = weight_shapes(config)
+        table = cos_sin_table(config, positions)
+        specs: list[tuple[str, tuple[int, ...], DType]] = [
+            (role, shape, dtype) for role, shape in shapes.items()
+        ]
+        if table is not None:
+            specs.append(("cos_sin", table.shape, dtypes.f32))
+        self._tensors = DeviceTensors(device, specs)
+        self.nbytes = self._tensors.nbytes
+        for role, shape in shapes.items():
+            first = 0
+            for part in _parts(role, weights):
+                self._tensors.write(role, part, first=first)
+                first += part.size
+            assert first == np.prod(shape), role
+        if table is not None:
+            self._tensors.write("cos_sin", table)
+
+    def items(self) -> Sequence[tuple[str, CacheTensor]]:
+        """Roles and tensors."""
+        return self._tensors.items()
+
+
+def _parts(role: str, weights: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+    for name in source_names(role):
+        yield weights[name]

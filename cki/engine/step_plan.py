@@ -1,0 +1,208 @@
+"""One step of a decoder as one plan: embedding, every layer, head and sampling over one set of buffers.
+
+A step computes the new tokens of some sequences over a paged cache, and the token that follows each sequence.  There
+are two kinds:
+
+    decode    one new token a sequence; attention cuts the keys over the GPU (`cki.paged_attention`)
+    prefill   any numbers of new tokens, packed one behind the other (`cki.varlen_attention` over the cache)
+
+    tokens -> x -> [ norm1 -> qkv -> append (norm, rotation) -> attention -> wo + x
+                     -> norm2 -> gate-up -> wd + x ] * layers
+           -> rows of the last tokens -> final norm -> head -> logits -> sampling -> next tokens
+
+All of it is pure: operands are names (`cki.operand`), lengths and tables are read on the device, and entries beyond a
+step's own are inert.  So one plan serves every smaller step, and a graph of it replays with other contents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cki import dtypes
+from cki.device import DeviceInfo
+from cki.dtypes import DType
+from cki.engine.config import ModelConfig
+from cki.engine.device_weights import weight_shapes
+from cki.operand import Operand, dense
+from cki.ops.attention import PackedSequences, plan_attention
+from cki.ops.attention_hopper import workspace_of
+from cki.ops.embedding import plan_embed_tokens
+from cki.ops.gated_linear import plan_gated_linear
+from cki.ops.linear import plan_linear
+from cki.ops.norm import plan_rms_norm
+from cki.ops.paged import plan_paged_attention
+from cki.ops.rope import Rotation, plan_append_kv
+from cki.plan import Plan, Step
+
+#: Query rows a sequence from which attention's tiles are the same.
+_LONG = 128
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step; smaller ones fit in.  longest: about how many new tokens a sequence has (a hint for tiles)."""
+
+    tokens: int
+    sequences: int
+    decode: bool
+    longest: int = 1
+
+    @property
+    def tile_length(self) -> int:
+        """longest, as plans depend on it."""
+        return min(self.longest, _LONG)
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """The paged cache of a step: what `PagedKVCache` was made with."""
+
+    num_blocks: int
+    block_size: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class DecoderPlanner:
+    """Plans steps of one model.  dtype: of weights, activations, cache and logits."""
+
+    config: ModelConfig
+    dtype: DType
+    cache: CacheGeometry
+    positions: int
+
+    def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
+        c, t, n = self.config, shape.tokens, shape.sequences
+        heads = c.num_heads * c.head_dim
+        return {
+            "tokens": ((t,), dtypes.i32),
+            "last_rows": ((n,), dtypes.i32),
+            "x": ((t, c.hidden_size), self.dtype),
+            "normed": ((t, c.hidden_size), self.dtype),
+            "qkv": ((t, heads + 2 * c.num_kv_heads * c.head_dim), self.dtype),
+            "attended": ((t, heads), self.dtype),
+            "inner": ((t, c.intermediate_size), self.dtype),
+            "last": ((n, c.hidden_size), self.dtype),
+            "logits": ((n, c.vocab_size), self.dtype),
+        }
+
+    def plan(self, shape: StepShape, device: DeviceInfo) -> Plan:
+        """The launches from `tokens` to `logits`."""
+        buffer = {name: dense(name, *spec) for name, spec in self.buffers(shape).items()}
+        weight = {
+            role: dense(role, extents, self.dtype) for role, extents in weight_shapes(self.config).items()
+        }
+        x = buffer["x"]
+        steps = plan_embed_tokens(buffer["tokens"], weight["embed"], x, device)
+        workspace: dict[str, int] = {}
+        for number in range(self.config.num_layers):
+            layer = _LayerPlanner(self, shape, device, f"layers.{number}.", number, weight, buffer, workspace)
+            steps += layer.attention_block(x) + layer.feed_forward(x)
+        last = x
+        if not shape.decode:
+            last = buffer["last"]
+            steps += plan_embed_tokens(buffer["last_rows"], x, last, device)
+        normed = dense("normed", last.shape, self.dtype)
+        eps = self.config.rms_norm_eps
+        steps += plan_rms_norm(last, weight["final_norm"], normed, device, eps=eps)
+        head = weight.get("head", weight["embed"])
+        steps += plan_linear(normed, head, None, None, buffer["logits"], device, weight_layout="out_in")
+        workspace |= dict(workspace_of(steps))
+        return Plan(steps, tuple(workspace.items()))
+
+
+@dataclass(frozen=True)
+class _LayerPlanner:
+    """One layer of a step.  workspace: temporary memory of the launches so far, by slot; grows."""
+
+    model: DecoderPlanner
+    shape: StepShape
+    device: DeviceInfo
+    prefix: str
+    number: int
+    weight: dict[str, Operand]
+    buffer: dict[str, Operand]
+    workspace: dict[str, int]
+
+    def _weight(self, role: str) -> Operand | None:
+        return self.weight.get(self.prefix + role)
+
+    def _given(self, role: str) -> Operand:
+        return self.weight[self.prefix + role]
+
+    def _norm(self, x: Operand, role: str) -> tuple[Step, ...]:
+        eps = self.model.config.rms_norm_eps
+        return plan_rms_norm(x, self._given(role), self.buffer["normed"], self.device, eps=eps)
+
+    def _linear(
+        self, x: Operand, role: str, bias: str, y: Operand, residual: Operand | None
+    ) -> tuple[Step, ...]:
+        return plan_linear(
+            x, self._given(role), self._weight(bias), residual, y, self.device, weight_layout="out_in"
+        )
+
+    def _planned(self, plan: Plan) -> tuple[Step, ...]:
+        for slot, nbytes in plan.workspace:
+            self.workspace[slot] = max(nbytes, self.workspace.get(slot, 0))
+        return plan.steps
+
+    def attention_block(self, x: Operand) -> tuple[Step, ...]:
+        """x += attention(norm(x)) wo."""
+        qkv, attended = self.buffer["qkv"], self.buffer["attended"]
+        steps = self._norm(x, "norm1") + self._linear(self.buffer["normed"], "wqkv", "bqkv", qkv, None)
+        return steps + self._attention(qkv, attended) + self._linear(attended, "wo", "bo", x, x)
+
+    def _attention(self, qkv: Operand, attended: Operand) -> tuple[Step, ...]:
+        c, shape = self.model.config, self.shape
+        tokens, width, dim = shape.tokens, qkv.shape[1], c.head_dim
+        q_end, k_end = c.num_heads * dim, (c.num_heads + c.num_kv_heads) * dim
+
+        def heads(count: int, first: int) -> Operand:
+            return qkv.view((tokens, count, dim), (width, dim, 1), first)
+
+        q, k, v = heads(c.num_heads, 0), heads(c.num_kv_heads, q_end), heads(c.num_kv_heads, k_end)
+        k_cache, v_cache = self._cache("k"), self._cache("v")
+        steps = plan_append_kv(
+            k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
+            positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
+            q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
+        )  # fmt: skip
+        left = c.sliding_window - 1 if c.sliding_window is not None and c.window_layers[self.number] else -1
+        lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)
+        table = dense("block_table", (shape.sequences, self.model.cache.columns), dtypes.i32)
+        if shape.decode:
+            plan = plan_paged_attention(
+                q.view((tokens, 1, c.num_heads, dim), (width, width, dim, 1)), k_cache, v_cache, lengths,
+                attended.view((tokens, 1, c.num_heads, dim), (q_end, q_end, dim, 1)), self.device,
+                block_table=table, left=left,
+            )  # fmt: skip
+            return steps + self._planned(plan)
+        packed = PackedSequences(
+            dense("cu_seqlens_q", (shape.sequences + 1,), dtypes.i32), lengths, table, shape.tile_length
+        )
+        return steps + plan_attention(
+            q.view((1, *q.shape), (0, *q.strides)), k_cache, v_cache,
+            attended.view((1, tokens, c.num_heads, dim), (0, q_end, dim, 1)), device=self.device, causal=True,
+            window=(left, -1), packed=packed,
+        )  # fmt: skip
+
+    def _cache(self, letter: str) -> Operand:
+        geometry, c = self.model.cache, self.model.config
+        extents = (geometry.num_blocks, geometry.block_size, c.num_kv_heads, c.head_dim)
+        return dense(f"{self.prefix}{letter}_cache", extents, self.model.dtype)
+
+    def _rotation(self) -> Rotation:
+        c = self.model.config
+        if c.rope_scaling is None:
+            return Rotation(c.head_dim, None, c.rope_theta)
+        return Rotation(c.head_dim, dense("cos_sin", (self.model.positions, c.head_dim), dtypes.f32))
+
+    def feed_forward(self, x: Operand) -> tuple[Step, ...]:
+        """x += (activation(gate) * up) wd, gate and up of norm(x)."""
+        normed, inner = self.buffer["normed"], self.buffer["inner"]
+        gated = plan_gated_linear(
+            normed, self._given("wgu"), self._weight("bgu"), inner, self.device,
+            activation=self.model.config.activation, weight_layout="out_in",
+        )  # fmt: skip
+        return self._norm(x, "norm2") + self._planned(gated) + self._linear(inner, "wd", "bd", x, x)
