@@ -86,7 +86,7 @@ def _call(spec: OpSpec, attributes: tuple[Any, ...], inputs: tuple[Any, ...]) ->
     from cki.adapters.jax_ffi import bind
 
     results = bind(spec, inputs, attributes)
-    return tuple(results) if isinstance(results, tuple) else (results,)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _forward(spec: OpSpec, attributes: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
@@ -105,7 +105,8 @@ def _backward(spec: OpSpec, attributes: tuple[Any, ...], inputs: tuple[Any, ...]
     }
 
     def expression(variables: dict[str, Any]) -> tuple[Any, ...]:
-        return gradient.expression(spec.name)(ARRAYS, {**variables, **fixed}, named)
+        outputs: tuple[Any, ...] = gradient.expression(spec.name)(ARRAYS, {**variables, **fixed}, named)
+        return outputs
 
     found: dict[str, Any] = jax.vjp(expression, floats)[1](given)[0]
     return (tuple(found.get(item.name) for item in spec.inputs),)

@@ -86,8 +86,9 @@ def gradients(
         arrays = dict(zip([item.name for item in spec.inputs], tensors))
         outputs = expression(ARRAYS, arrays, named)
     pairs = [(y, g) for y, g in zip(outputs, given) if g is not None]
-    found = iter(tape.gradient([y for y, _ in pairs], sources, [g for _, g in pairs]))
-    return [next(found) if tensor is not None and tensor.dtype.is_floating else None for tensor in tensors]
+    found = tape.gradient([y for y, _ in pairs], sources, [g for _, g in pairs])
+    dense = (None if g is None else tf.convert_to_tensor(g) for g in found)  # a table's gradient is of slices
+    return [next(dense) if tensor is not None and tensor.dtype.is_floating else None for tensor in tensors]
 
 
 def with_gradient(
