@@ -21,6 +21,8 @@ from cki.errors import UnsupportedError
 #: cudaErrorStreamCaptureUnsupported and its kin.
 _CODES = range(900, 909)
 _WORDS = re.compile(r"stream[ _]?capture|captur(e|ing)\b", re.IGNORECASE)
+#: The driver's messages speak of CUDA, CuPy's own of the current stream.
+_SPEAKERS = ("CUDA", "THE CURRENT STREAM IS CAPTURING")
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).resolve().parent)
 _ADAPTERS = str(Path(__file__).resolve().parent.parent / "adapters")
@@ -65,7 +67,7 @@ def _is_refusal(error: BaseException) -> bool:
     if isinstance(status, int) and int(status) in _CODES:
         return True
     text = str(error)
-    return "CUDA" in text.upper() and _WORDS.search(text) is not None
+    return _WORDS.search(text) is not None and any(word in text.upper() for word in _SPEAKERS)
 
 
 def _culprit(error: BaseException) -> traceback.FrameSummary | None:

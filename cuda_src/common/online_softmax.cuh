@@ -74,10 +74,11 @@ struct SoftmaxRow {
   }
 
   // After the last tile: adds the four lanes' sums, so that all lanes of the row agree, and turns the reference into a
-  // logit, logit = score * logit_scale.
+  // logit, logit = score * logit_scale. Rounded here and in log_sum_exp() by name: a compiler that joins the product and
+  // the addition does so in one kernel and not in another, and a sequence alone would have other bits than in a batch.
   __device__ __forceinline__ void finish(float logit_scale) {
     sum = warp_reduce<Sum, 4>(sum);
-    reference *= logit_scale;
+    reference = __fmul_rn(reference, logit_scale);
   }
 
   // One more logit without a value (an attention sink), after finish(). Returns the correction.
@@ -94,7 +95,7 @@ struct SoftmaxRow {
 
   // Natural logarithm of the sum of the exponentials of all logits, after finish(); -inf for a row that saw no key.
   __device__ __forceinline__ float log_sum_exp() const {
-    return sum == 0.0f ? negative_infinity() : reference + logf(sum);
+    return sum == 0.0f ? negative_infinity() : __fadd_rn(reference, logf(sum));
   }
 };
 

@@ -106,6 +106,7 @@ def test_order_after_makes_a_stream_wait_without_the_host():
 
     producer, consumer = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     source, target = cupy.zeros(1 << 20, np.float32), cupy.zeros(1 << 20, np.float32)
+    source.fill(0)  # compiled before the producer is held up
     cupy.cuda.runtime.deviceSynchronize()
     keep_busy(producer.ptr)
     with producer:
