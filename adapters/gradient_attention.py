@@ -142,8 +142,22 @@ def encoder_layer(
     return z if pre_ln else a.like(layer_norm(a, z, output_gamma, output_beta, epsilon), x)
 
 
+def encoder_layers(
+    a: Arrays, x: Any, *, final_gamma: Any = None, final_beta: Any = None, epsilon: float = 1e-5, mask: Any = None,
+    cu_seqlens: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    """`cki.encoder_layers`: options are arguments of `encoder_layer`, with an axis of layers where they are tensors."""
+    for number in range(options["wq"].shape[0]):
+        layer = {name: value[number] if hasattr(value, "shape") else value for name, value in options.items()}
+        x = encoder_layer(a, x, epsilon=epsilon, mask=mask, cu_seqlens=cu_seqlens, **layer)
+    if final_gamma is None and final_beta is None:
+        return x
+    return a.like(layer_norm(a, x, final_gamma, final_beta, epsilon), x)
+
+
 EXPRESSIONS: dict[str, Expression] = {
     "attention": _attention,
     "fused_attention": lambda a, inputs, attributes: (fused_attention(a, **inputs, **attributes),),
     "encoder_layer": lambda a, inputs, attributes: (encoder_layer(a, **inputs, **attributes),),
+    "encoder_layers": lambda a, inputs, attributes: (encoder_layers(a, **inputs, **attributes),),
 }

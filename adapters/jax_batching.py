@@ -30,12 +30,13 @@ _RULES = {
     "attention": _Rule(("q", "k", "v"), True),
     "fused_attention": _Rule(("x", "mask"), True),
     "encoder_layer": _Rule(("x", "mask"), True),
+    "encoder_layers": _Rule(("x", "mask"), True),
     "mean_pool": _Rule(("x", "mask"), True),
     "apply_rope": _Rule(("x", "positions"), True),
 }
 #: With one of these given, the leading axes of the operation mean something else.
 _EXCLUDED = {"attention": ("bias", "mask"), "softmax": ("mask",), "fused_attention": ("cu_seqlens",),
-             "encoder_layer": ("cu_seqlens",)}  # fmt: skip
+             "encoder_layer": ("cu_seqlens",), "encoder_layers": ("cu_seqlens",)}  # fmt: skip
 
 
 def batch_leading(

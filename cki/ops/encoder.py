@@ -77,7 +77,7 @@ def fused_attention(
     Returns y of x's shape and type.  A query that sees no key attends to nothing: A is bo.
     Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
     """
-    _validate(x, cu_seqlens)
+    validate_sequences(x, cu_seqlens)
     return call(
         FUSED_ATTENTION, (x, wq, wk, wv, wo, gamma, beta, bq, bk, bv, bo, mask, cu_seqlens),
         (
@@ -112,7 +112,7 @@ def encoder_layer(
     Returns y of x's shape and type.
     Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
     """
-    _validate(x, cu_seqlens)
+    validate_sequences(x, cu_seqlens)
     return call(
         ENCODER_LAYER,
         (
@@ -127,7 +127,7 @@ def encoder_layer(
     )  # fmt: skip
 
 
-def _validate(x: Any, cu_seqlens: Any) -> None:
+def validate_sequences(x: Any, cu_seqlens: Any) -> None:
     """CKI_VALIDATE=1 looks at the offsets of packed sequences."""
     if cu_seqlens is not None and shape_of(x) and config.flag("CKI_VALIDATE"):
         validate_offsets(cu_seqlens, int(x.shape[0]))
@@ -285,32 +285,35 @@ def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
     return {"out": OutputSpec(problem["x"].shape, problem["x"].dtype)}
 
 
-def _as_batch(x: Operand) -> Operand:
+def as_batch(x: Operand) -> Operand:
     """Packed tokens as a batch of one."""
     return x if x.ndim == 3 else x.view((1, *x.shape), (0, *x.strides))
 
 
 def _plan_fused_attention(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
-    x, y = _as_batch(problem["x"]), _as_batch(outputs["out"])
+    x, y = as_batch(problem["x"]), as_batch(outputs["out"])
     block = _attention_block(problem, "gamma", "beta", residual=problem.attribute("residual"))
     nbytes = attention_scratch(x, block)
-    scratch = dense("scratch", (nbytes,), dtypes.u8)
-    steps = plan_attention_block(x, block, y, scratch, device)
+    steps = plan_attention_block(x, block, y, dense("scratch", (nbytes,), dtypes.u8), device)
     return Plan(steps, (("scratch", nbytes), *workspace_of(steps)))
 
 
-def _plan_encoder_layer(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
-    x, y = _as_batch(problem["x"]), _as_batch(outputs["out"])
-    attention_block = _attention_block(problem, "attention_gamma", "attention_beta", residual=True)
+def layer_blocks(problem: Problem) -> tuple[AttentionBlock, FeedForward]:
+    """The two blocks of an encoder layer."""
     feed_forward = FeedForward(
         problem["w1"], problem["w2"], problem.get("b1"), problem.get("b2"), problem.get("output_gamma"),
         problem.get("output_beta"), problem.attribute("activation"), problem.attribute("pre_ln"),
         problem.attribute("epsilon"), problem.attribute("weight_layout"),
     )  # fmt: skip
+    return _attention_block(problem, "attention_gamma", "attention_beta", residual=True), feed_forward
+
+
+def _plan_encoder_layer(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
+    x, y = as_batch(problem["x"]), as_batch(outputs["out"])
+    attention_block, feed_forward = layer_blocks(problem)
     # The feed-forward block's inner activations take the place of Q, K, V and the heads' outputs, which are done with.
     nbytes = max(attention_scratch(x, attention_block), feed_forward_scratch(x, feed_forward))
-    scratch = dense("scratch", (nbytes,), dtypes.u8)
-    attended = dense("attended", x.shape, x.dtype)
+    scratch, attended = dense("scratch", (nbytes,), dtypes.u8), dense("attended", x.shape, x.dtype)
     steps = plan_attention_block(x, attention_block, attended, scratch, device)
     steps += plan_feed_forward(attended, feed_forward, y, scratch, device)
     return Plan(steps, (("scratch", nbytes), ("attended", attended.nbytes), *workspace_of(steps)))

@@ -18,6 +18,7 @@ _SPECS = {
     "linear": ("LINEAR",),
     "gated_linear": ("GATED_LINEAR",),
     "encoder": ("FUSED_ATTENTION", "ENCODER_LAYER"),
+    "encoder_stack": ("ENCODER_LAYERS",),
     "embedding": ("EMBED_TOKENS", "MEAN_POOL"),
     "pointwise": ("GATED_ACTIVATION", "BIAS_ACTIVATION"),
     "pointwise_softmax": ("SOFTMAX",),

@@ -1,4 +1,5 @@
-"""Attention block and encoder layer in float64: the specification of `cki.fused_attention` and `cki.encoder_layer`.
+"""Attention block and encoder layers in float64: the specification of `cki.fused_attention`, `cki.encoder_layer` and
+`cki.encoder_layers`.
 
 Arguments may be of any float type, ml_dtypes' bfloat16 included; results are float64.
 """
@@ -84,6 +85,24 @@ def encoder_layer(
     inner = linear(u, w1, b1, activation=activation, weight_layout=weight_layout)
     y = linear(inner, w2, b2, residual=attended, weight_layout=weight_layout)
     return y if pre_ln else _norm(y, output_gamma, output_beta, epsilon)
+
+
+def encoder_layers(
+    x: Array, wq: Array, wk: Array | None, wv: Array | None, wo: Array, w1: Array, w2: Array, *,
+    final_gamma: Array | None = None, final_beta: Array | None = None, epsilon: float = 1e-5,
+    mask: Array | None = None, cu_seqlens: Array | None = None, **options: Any,
+) -> Result:  # fmt: skip
+    """`encoder_layer` for each entry of the weights' first axis, then a layer norm where it has weights.
+
+    options: the other arguments of `encoder_layer`; arrays among them have an axis of layers in front too.
+    """
+    y, weights = _float64(x), {"wq": wq, "wk": wk, "wv": wv, "wo": wo, "w1": w1, "w2": w2, **options}
+    for number in range(len(wq)):
+        layer: dict[str, Any] = {
+            name: value[number] if isinstance(value, np.ndarray) else value for name, value in weights.items()
+        }
+        y = encoder_layer(y, **layer, epsilon=epsilon, mask=mask, cu_seqlens=cu_seqlens)
+    return y if final_gamma is None and final_beta is None else _norm(y, final_gamma, final_beta, epsilon)
 
 
 def _sequences(x: Array, cu_seqlens: Array, block: Callable[[Array], Result]) -> Result:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cki.ops.table import public_specs
 from cki.reference.attention import attention
-from cki.reference.encoder import encoder_layer, fused_attention
+from cki.reference.encoder import encoder_layer, encoder_layers, fused_attention
 from cki.reference.linear import gated_linear, linear
 from cki.reference.norm import layer_norm, rms_norm
 from cki.reference.pointwise import bias_activation, gated_activation
@@ -19,6 +19,7 @@ REFERENCES = {
     "layer_norm": layer_norm, "rms_norm": rms_norm, "attention": attention, "linear": linear,
     "gated_linear": gated_linear, "gated_activation": gated_activation, "bias_activation": bias_activation,
     "softmax": softmax, "fused_attention": fused_attention, "encoder_layer": encoder_layer, "apply_rope": apply_rope,
+    "encoder_layers": encoder_layers,
 }  # fmt: skip
 
 
@@ -83,6 +84,14 @@ CASES = {
     "encoder_layer-post": Case(
         "encoder_layer", {"x": (2, 5, 12), **_LAYER}, {**_BLOCK, "pre_ln": False, "activation": "relu", "causal": True}
     ),
+    "encoder_layers": Case(
+        "encoder_layers",
+        {
+            "x": (2, 5, 12), **{name: (2, *shape) for name, shape in _LAYER.items()}, "mask": _PADDING,
+            "final_gamma": (12,), "final_beta": (12,),
+        },
+        _BLOCK,
+    ),
     "apply_rope": Case("apply_rope", {"x": (3, 2, 8), "positions": np.array([0, 7, 100])}, {"rotary_dim": 6}),
     "apply_rope-table": Case(
         "apply_rope", {"x": (3, 2, 8), "positions": np.array([1, 5, -1], np.int32), "cos_sin": (6, 8)},
@@ -108,7 +117,7 @@ def first_cases() -> list[str]:
 def attributes_of(case: Case) -> dict[str, Any]:
     """All attributes of the operation, with the public function's defaults."""
     defaults = {attribute.name: attribute.default for attribute in public_specs()[case.operation].attributes}
-    if case.operation == "encoder_layer":
+    if case.operation.startswith("encoder_layer"):
         defaults["activation"] = "gelu"
     return {**defaults, **case.attributes}
 

@@ -80,6 +80,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "wo": normal(32, 32, seed=3), "w1": normal(32, 64), "w2": normal(64, 32)},
         {"num_heads": 2, "head_dim": 16, "pre_ln": False},
     ),
+    "encoder_layers": (
+        {"x": normal(2, 7, 32), "wq": normal(2, 32, 96), "wk": None, "wv": None, "wo": normal(2, 32, 32, seed=3),
+         "w1": normal(2, 32, 64), "w2": normal(2, 64, 32), "final_gamma": normal(32)},
+        {"num_heads": 2, "head_dim": 16},
+    ),
     "embed_tokens": ({"token_ids": np.array([[3, 1, 4]], INDEX), "word_table": normal(6, 24)}, {}),
     "mean_pool": ({"x": normal(3, 5, 24), "mask": np.ones((3, 5), bool)}, {}),
 }  # fmt: skip

@@ -57,6 +57,13 @@ def cases():
             (normal(2, 5, 64), square, square, square, square, normal(64, 128), normal(128, 64)),
             {**block, "activation": "gelu"},
         ),
+        "encoder_layers": (
+            (
+                normal(2, 5, 64), normal(2, 64, 192), None, None, normal(2, 64, 64), normal(2, 64, 128),
+                normal(2, 128, 64),
+            ),
+            {**block, "activation": "gelu"},
+        ),
         "embed_tokens": ((torch.tensor([[1, 2, 3]]), normal(10, 64)), {}),
         "mean_pool": ((normal(2, 5, 64), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])), {}),
         "gated_activation": ((normal(3, 64),), {"activation": "silu"}),
