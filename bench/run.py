@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-SHARED = {"common", "plot", "run"}
+SHARED = {"common", "plot", "plot_sweeps", "run"}
 #: Seconds that a family has to write what it measured when its time is over.
 _GRACE_S = 20.0
 
@@ -98,12 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no benchmark named {', '.join(unknown)}; there are: {', '.join(known)}")
     import common
     import plot
+    import plot_sweeps
 
     common.require_gpu()
     outcomes = [
         run_family(name, arguments.out, limit_s=arguments.limit) for name in arguments.family or known
     ]
-    return report(outcomes, plot.draw_all(arguments.out))
+    return report(outcomes, [*plot.draw_all(arguments.out), *plot_sweeps.draw_all(arguments.out)])
 
 
 def report(outcomes: Sequence[Outcome], drawn: Sequence[Path]) -> int:
