@@ -160,6 +160,13 @@ def test_sanitize_reports_a_fault(
     assert "3 problems with faults" in out
 
 
+@pytest.mark.gpu
+def test_sanitize_runs_its_problems_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "sanitize", "append_kv", "softmax", "--dtype", "bf16", "--device", "cuda")
+    assert status == 0
+    assert "append_kv bf16: k [5, 2, 64]" in out and out.rstrip().endswith("all ran")
+
+
 def test_every_example_has_an_operation_and_a_reference() -> None:
     import cki
 

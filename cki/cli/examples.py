@@ -137,6 +137,50 @@ def _dropout() -> list[Mapping[str, Any]]:
     ]
 
 
+def _varlen() -> list[Mapping[str, Any]]:
+    """Packed keys for the generic kernel and for Hopper's (64 queries a sequence and more), then a cache in blocks."""
+    queries, keys = np.array([0, 5, 5, 143], np.int32), np.array([0, 30, 30, 240], np.int32)
+    q, k, v = _normal(0, 143, 4, 64), _normal(1, 240, 2, 64), _normal(2, 240, 2, 64)
+    packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": queries, "cu_seqlens_k": keys, "causal": True}
+    cache = {"k": _normal(3, 30, 16, 2, 64), "v": _normal(4, 30, 16, 2, 64)}
+    paged = {"block_table": _table(3, 14), "seq_lens": np.array([30, 0, 210], np.int32)}
+    return [
+        packed, {**packed, "max_seqlen_q": 138},
+        {"q": q, **cache, "cu_seqlens_q": queries, **paged, "causal": True, "max_seqlen_q": 138},
+    ]  # fmt: skip
+
+
+def _table(sequences: int, blocks: int) -> Array:
+    """Blocks of a cache of 30 in random order; what a sequence shares with another is read only."""
+    generator = np.random.default_rng(7)
+    return np.stack([generator.permutation(30)[:blocks] for _ in range(sequences)]).astype(np.int32)
+
+
+def _paged() -> list[Mapping[str, Any]]:
+    cache = {"cache": (_normal(1, 30, 16, 2, 64), _normal(2, 30, 16, 2, 64))}
+    lengths = {"block_table": _table(3, 14), "seq_lens": np.array([200, 0, 31], np.int32)}
+    return [{"q": _normal(0, 3, new, 8, 64), **cache, **lengths} for new in (1, 4)]
+
+
+def _decode() -> list[Mapping[str, Any]]:
+    keys = {"k": _normal(1, 3, 300, 2, 96), "v": _normal(2, 3, 300, 2, 96)}
+    return [{"q": _normal(0, 3, 1, 8, 96), **keys, "seq_lens": np.array([300, 0, 77], np.int32)}]
+
+
+def _append() -> list[Mapping[str, Any]]:
+    cache = {"cache": (_normal(1, 4, 16, 2, 64), _normal(2, 4, 16, 2, 64))}
+    new = {"k": _normal(3, 5, 2, 64), "v": _normal(4, 5, 2, 64), "q": _normal(5, 5, 8, 64)}
+    slots = {
+        "slot_mapping": np.array([3, 60, -1, 17, 0], np.int32),
+        "positions": np.arange(5, dtype=np.int32),
+    }
+    return [{**new, **cache, **slots, "rope_base": 1e4}]
+
+
+def _rope() -> list[Mapping[str, Any]]:
+    return [{"x": _normal(0, 5, 3, 80), "positions": np.arange(5, dtype=np.int32), "rotary_dim": 40}]
+
+
 _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "layer_norm": lambda: _norm("layer_norm"),
     "layer_norm_long": lambda: _norm("layer_norm", width=40001, rows=2)[:2],
@@ -149,6 +193,11 @@ _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "encoder_layer": lambda: [_layer(), _packed_layer()],
     "embed_tokens": lambda: [_embedding()],
     "mean_pool": lambda: [_pool()],
+    "varlen_attention": _varlen,
+    "paged_attention": _paged,
+    "decode_attention": _decode,
+    "append_kv": _append,
+    "apply_rope": _rope,
     "merge_states": lambda: [_states()],
     "gated_activation": lambda: _activation("gated_activation"),
     "bias_activation": lambda: _activation("bias_activation"),
@@ -174,11 +223,15 @@ def examples(name: str, dtypes: tuple[str, ...] = ("f32", "f16", "bf16")) -> lis
                 for key, value in arguments.items()
                 if isinstance(value, np.ndarray)
             )
-            options = "".join(f", {k}={v}" for k, v in arguments.items() if not isinstance(v, np.ndarray))
+            options = "".join(
+                f", {k}={v}" for k, v in arguments.items() if not isinstance(v, (np.ndarray, tuple))
+            )
             found.append(Example(name.removesuffix("_long"), f"{dtype}: {shapes}{options}", arguments))
     return found
 
 
 def _cast(value: Any, dtype: Any) -> Any:
+    if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
+        return tuple(_cast(part, dtype) for part in value)
     is_float = isinstance(value, np.ndarray) and value.dtype == np.float64
     return value.astype(dtype) if is_float else value

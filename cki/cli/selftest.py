@@ -68,7 +68,7 @@ def _device_kind() -> str:
 
 
 def _relative_error(kind: str, op: str, arguments: dict[str, Any]) -> float:
-    got = getattr(cki, op)(**{name: _put(kind, value) for name, value in arguments.items()})
+    got = getattr(cki, op)(**{name: put(kind, value) for name, value in arguments.items()})
     wide = {n: v.astype(np.float64) if _is_float(v) else v for n, v in arguments.items()}
     expected = getattr(cki.reference, op)(**wide)
     pairs = zip(got, expected) if isinstance(got, tuple) else [(got, expected)]
@@ -84,7 +84,10 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind not in "iub"
 
 
-def _put(kind: str, value: Any) -> Any:
+def put(kind: str, value: Any) -> Any:
+    """An array, or the arrays of a tuple, on the device; other values as they are."""
+    if isinstance(value, tuple):
+        return tuple(put(kind, part) for part in value)
     if kind == "sim" or not isinstance(value, np.ndarray):
         return value
     import cupy
