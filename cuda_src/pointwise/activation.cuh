@@ -31,9 +31,12 @@ __device__ __forceinline__ float gelu(float x) {
   return fmaf(-z, tail, gemm::activate<gemm::Activation::kRelu>(x));
 }
 
-template <Activation kKind>
+// kItemSize: bytes of the type that the result is rounded to. GELU of 16 bits needs no more than half the instructions.
+template <Activation kKind, int kItemSize>
 __device__ __forceinline__ float activate(float x) {
-  if constexpr (kKind == Activation::kGelu) {
+  if constexpr (kKind == Activation::kGelu && kItemSize == 2) {
+    return gemm::gelu_for_16_bits(x);
+  } else if constexpr (kKind == Activation::kGelu) {
     return gelu(x);
   } else if constexpr (kKind == Activation::kSigmoid) {
     return gemm::times_sigmoid(1.0f, x);

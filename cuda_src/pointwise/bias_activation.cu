@@ -13,6 +13,8 @@
 
 using namespace cki;
 
+constexpr pointwise::Activation kKind = static_cast<pointwise::Activation>(kActivation);
+
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     bias_activation(const Element* x, const Bias* bias, const Element* multiplier, Element* y, int rows, int width,
                     int extent1, int extent2, i64 x_stride0, i64 x_stride1, i64 x_stride2, i64 x_step,
@@ -49,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll
       for (int i = 0; i < kVectorSize; ++i) {
         if constexpr (kHasBias) values[i] += biases[i];
-        values[i] = pointwise::activate<static_cast<pointwise::Activation>(kActivation)>(values[i]);
+        values[i] = pointwise::activate<kKind, sizeof(Element)>(values[i]);
         if constexpr (kHasMultiplier) values[i] *= factors[i];
       }
       store_floats(y_row + column_offset(column, y_step), values);

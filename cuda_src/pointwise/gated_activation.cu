@@ -13,6 +13,8 @@
 
 using namespace cki;
 
+constexpr pointwise::Activation kKind = static_cast<pointwise::Activation>(kActivation);
+
 enum class Layout { kGateFirst = 0, kUpFirst = 1, kInterleaved = 2 };  // cki/heuristics/pointwise.py
 
 constexpr bool kInterleaved = static_cast<Layout>(kLayout) == Layout::kInterleaved;
@@ -84,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
 #pragma unroll
       for (int i = 0; i < kVectorSize; ++i)
-        gate[i] = pointwise::activate<static_cast<pointwise::Activation>(kActivation)>(gate[i]) * up[i];
+        gate[i] = pointwise::activate<kKind, sizeof(Element)>(gate[i]) * up[i];
       store_floats(y_row + column_offset(column, y_step), gate);
     }
   });
