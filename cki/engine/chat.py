@@ -31,11 +31,9 @@ class ChatTemplate:
         Raises InvalidArgumentError if the template refuses them, with its words.
         """
         check_messages(messages)
-        from jinja2 import TemplateError
-
         try:
             return str(self._template.render(messages=messages, **(self._tokens | variables)))
-        except (TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
+        except Exception as error:  # a template is code, and may raise anything
             raise InvalidArgumentError(f"the chat template refuses these messages: {error}") from error
 
 
