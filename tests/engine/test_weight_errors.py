@@ -16,6 +16,7 @@ from tests.engine.model_files import hf_config, write_folder
 from tests.engine.tiny import random_weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+BIAS, LAYER_2 = Q_PROJ.replace("weight", "bias"), Q_PROJ.replace("1", "2")
 
 
 def tiny():
@@ -34,8 +35,8 @@ def changed(arrays, name, value):
         (Q_PROJ, np.ones((64, 128), np.float32), f"{Q_PROJ} of model.safetensors has shape (64, 128), the config"),
         (Q_PROJ, np.ones(5, np.float32), "has shape (5,)"),
         (Q_PROJ, np.ones((128, 64)), f"{Q_PROJ} of model.safetensors (128, 64) is f64, not f32, f16, bf16 or e4m3"),
-        (Q_PROJ.replace("weight", "bias"), np.ones(128, np.float32), "q_proj.bias of model.safetensors has no place in a llama"),
-        (Q_PROJ.replace("1", "2"), np.ones((128, 64), np.float32), "model.layers.2.self_attn.q_proj.weight of model.safetensors has no"),
+        (BIAS, np.ones(128, np.float32), f"{BIAS} of model.safetensors has no place in a llama"),
+        (LAYER_2, np.ones((128, 64), np.float32), f"{LAYER_2} of model.safetensors has no place in a llama"),
         ("norm.weight", np.ones(64, np.float32), "norm.weight of model.safetensors are the same weight"),
     ],
 )  # fmt: skip
