@@ -106,6 +106,7 @@ class DeviceWeights:
             assert first == np.prod(shape), role
         if table is not None:
             self._tensors.write("cos_sin", table)
+        self._tensors.finish()
 
     def items(self) -> Sequence[tuple[str, CacheTensor]]:
         """Roles and tensors."""

@@ -2,8 +2,8 @@
 
     model = DecoderModel(config, weights, ...)
     a = model.cache.allocate_sequence(prompt)
-    model.prefill([a], [prompt[model.cache.length(a):]])       # logits of the token after each sequence
-    model.decode([a], [token])
+    result = model.prefill([StepRow(a, prompt)])          # the prompt's keys and values, and the token after it
+    result = model.decode([StepRow(a, result.wait().tokens[:1])])
 
 Steps are compiled for a few sizes (buckets); a step takes the smallest that holds it, whose other entries are inert.
 Which sequences run, and when, is the scheduler's matter (`cki.engine.scheduler`).
@@ -19,12 +19,16 @@ import numpy as np
 from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig
-from cki.engine.device_memory import DeviceTensors
+from cki.engine.device_memory import DeviceTensors, Readback, StagedTensors, free_bytes, new_stream
 from cki.engine.device_weights import DeviceWeights
 from cki.engine.program import StepProgram, Workspace
-from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
+from cki.engine.step_plan import SAMPLING, CacheGeometry, DecoderPlanner, StepShape
 from cki.memory import PagedKVCache
 from cki.memory.views import CacheTensor
+
+_UPLOADED = ("tokens", "last_rows")
+#: Of a GPU's free memory, what the cache leaves for temporary tensors of steps.
+_LEFT_FREE = 0.1
 
 
 class ModelLimits(NamedTuple):
@@ -33,6 +37,58 @@ class ModelLimits(NamedTuple):
     max_sequences: int
     max_step_tokens: int
     max_length: int
+
+
+class RowSampling(NamedTuple):
+    """How a sequence's next token is chosen, as `cki.ops.sampling.sample_tokens` takes it.
+
+    seen_rows: the row of remembered tokens, -1 for none.  alternatives: how many likeliest tokens are reported.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    seen_rows: int = -1
+    alternatives: int = 0
+
+
+GREEDY = RowSampling()
+
+
+class StepRow(NamedTuple):
+    """A sequence's part of a step.  sequence: of the cache.  tokens: the new ones."""
+
+    sequence: int
+    tokens: Sequence[int] | np.ndarray
+    sampling: RowSampling = GREEDY
+
+
+class StepTokens(NamedTuple):
+    """What a step chose, in the order of its rows: tokens and logprobs [rows].
+
+    top_tokens, top_logprobs: [rows, ..], filled as far as a row's `alternatives`; None where no row has any.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_tokens: np.ndarray | None
+    top_logprobs: np.ndarray | None
+
+
+class StepResult:
+    """A step under way."""
+
+    def __init__(self, readback: Readback, rows: int) -> None:
+        self._readback, self._rows = readback, rows
+
+    def wait(self) -> StepTokens:
+        """The tokens, once they are there.  Before the second step after this one of its kind."""
+        arrays = [array[: self._rows].copy() for array in self._readback.wait()]
+        tokens, logprobs, *top = arrays
+        return StepTokens(tokens, logprobs, *top) if top else StepTokens(tokens, logprobs, None, None)
 
 
 def bucket(count: int, largest: int) -> int:
@@ -44,92 +100,145 @@ def bucket(count: int, largest: int) -> int:
 class DecoderModel:
     """A model's weights and cache on one device, and its compiled steps.  Belongs to one thread at a time.
 
-    weights: Hugging Face's names to NumPy arrays.  dtype: of weights, activations and cache.
-    num_blocks, block_size: of the cache.
+    weights: Hugging Face's names to NumPy arrays.  dtype: of weights, activations and cache.  cache_nbytes: of keys and
+    values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
+    graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, np.ndarray], *, dtype: DType, device: DeviceInfo,
-        num_blocks: int, block_size: int, limits: ModelLimits, stream: int = 0,
+        limits: ModelLimits, block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
+        stream: int | None = None,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, dtype, device, limits
-        self.stream = stream
-        columns = min(-(-limits.max_length // block_size), num_blocks)
-        place = "sim" if device.kind == "sim" else device.index
-        self.cache = PagedKVCache(
-            config.num_layers, num_blocks, block_size=block_size, num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, dtype=dtype.name, max_sequences=limits.max_sequences,
-            max_blocks_per_sequence=columns, max_step_tokens=max(limits.max_step_tokens, limits.max_sequences),
-            device=place, stream=stream,
-        )  # fmt: skip
+        self.stream = new_stream(device) if stream is None else stream
+        self._graphs = graphs
         self._weights = DeviceWeights(config, weights, dtype, device, limits.max_length)
-        geometry = CacheGeometry(num_blocks, block_size, columns)
-        self._planner = DecoderPlanner(config, dtype, geometry, limits.max_length)
-        largest = StepShape(
-            max(limits.max_step_tokens, limits.max_sequences), limits.max_sequences, decode=False
+        columns = -(-limits.max_length // block_size)
+        self._planner = DecoderPlanner(
+            config, dtype, CacheGeometry(1, block_size, columns), limits.max_length, limits.max_sequences
         )
-        self._buffers = DeviceTensors(
-            device, [(name, *spec) for name, spec in self._planner.buffers(largest).items()]
-        )
+        self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
+        self._make_buffers()
+        self.cache = self._make_cache(block_size, columns, cache_nbytes)
+        self.limits = limits._replace(max_length=min(limits.max_length, self.cache.num_blocks * block_size))
+        geometry = CacheGeometry(self.cache.num_blocks, block_size, columns)
+        self._planner = DecoderPlanner(config, dtype, geometry, limits.max_length, limits.max_sequences)
         self._workspace = Workspace(device)
         self._programs: dict[StepShape, StepProgram] = {}
+        self._readbacks: dict[tuple[bool, bool, bool], Readback] = {}
+        self._turn = {True: False, False: False}
+        self._sent_sampling: tuple[RowSampling, ...] = ()
+
+    def _make_buffers(self) -> None:
+        largest = StepShape(self._most_tokens, self.limits.max_sequences, decode=False)
+        specs = {name: (name, *spec) for name, spec in self._planner.buffers(largest).items()}
+        self._inputs = StagedTensors(self.device, [specs.pop(name) for name in _UPLOADED])
+        self._sampling = StagedTensors(self.device, [specs.pop(name) for name in SAMPLING])
+        self._buffers = DeviceTensors(self.device, list(specs.values()))
+
+    def _make_cache(self, block_size: int, columns: int, nbytes: int | None) -> PagedKVCache:
+        c = self.config
+        block = 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
+        if nbytes is None and self.device.kind == "cuda":
+            nbytes = int(free_bytes(self.device) * (1 - _LEFT_FREE))
+        # More blocks than all sequences can hold are of no use.
+        most = columns * self.limits.max_sequences
+        num_blocks = min(2 * columns if nbytes is None else nbytes // block, most)
+        return PagedKVCache(
+            c.num_layers, num_blocks, block_size=block_size, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
+            dtype=self.dtype.name, max_sequences=self.limits.max_sequences, max_blocks_per_sequence=columns,
+            max_step_tokens=self._most_tokens, stream=self.stream,
+            device="sim" if self.device.kind == "sim" else self.device.index,
+        )  # fmt: skip
 
     @property
     def weight_nbytes(self) -> int:
         """Bytes of the weights on the device."""
         return self._weights.nbytes
 
-    def prefill(self, sequences: Sequence[int], tokens: Sequence[Sequence[int]]) -> CacheTensor:
-        """Store new tokens of sequences of the cache, any number each; logits of what follows each sequence.
+    def prefill(self, rows: Sequence[StepRow]) -> StepResult:
+        """Store new tokens of sequences of the cache, any number each, and choose what follows each.
 
         The tables of the cache are advanced (`PagedKVCache.prepare_step`), with its errors and before anything has
-        changed.  Returns logits [.., vocab_size] on the device, of which the first rows are the sequences'.
+        changed.  Does not wait for the device.
         """
-        counts = np.array([len(part) for part in tokens], np.int64)
-        total = int(counts.sum())
+        counts = np.array([len(row.tokens) for row in rows], np.int64)
+        self.cache.prepare_step([row.sequence for row in rows], counts)
         shape = StepShape(
-            bucket(total, self.limits.max_step_tokens), bucket(len(counts), self.limits.max_sequences), False,
-            _longest_bucket(int(counts.max())),
+            bucket(int(counts.sum()), self._most_tokens), bucket(len(counts), self.limits.max_sequences), False,
+            min(1 << (int(counts.max()) - 1).bit_length(), 128),
         )  # fmt: skip
-        self.cache.prepare_step(sequences, counts)
-        self._buffers.write(
-            "tokens", np.concatenate([np.asarray(part, np.int32) for part in tokens]), self.stream
-        )
-        self._buffers.write("last_rows", np.cumsum(counts) - 1, self.stream)
-        return self._run(shape)
+        tokens = np.concatenate([np.asarray(row.tokens, np.int32) for row in rows])
+        self._inputs.send({"tokens": tokens, "last_rows": np.cumsum(counts) - 1}, self.stream)
+        return self._run(shape, rows)
 
-    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> CacheTensor:
-        """Store one new token of each sequence; logits as of `prefill`."""
-        size = bucket(len(sequences), self.limits.max_sequences)
-        self.cache.prepare_step(sequences)
-        self._buffers.write("tokens", np.asarray(tokens, np.int32), self.stream)
-        return self._run(StepShape(size, size, True))
+    def decode(self, rows: Sequence[StepRow], *, chained: bool = False) -> StepResult:
+        """Store one new token of each sequence and choose what follows; otherwise as `prefill`.
 
-    def _run(self, shape: StepShape) -> CacheTensor:
-        self.program(shape).launch(self.stream)
+        chained: the last step was a decode step of the same rows, and their new tokens are those it chose.  They are
+        where the step reads them, so the host need not know them yet.
+        """
+        self.cache.prepare_step([row.sequence for row in rows])
+        if not chained:
+            self._inputs.send({"tokens": [row.tokens[0] for row in rows]}, self.stream)
+        size = bucket(len(rows), self.limits.max_sequences)
+        return self._run(StepShape(size, size, True), rows)
+
+    def remember(self, seen_row: int, tokens: Sequence[int]) -> None:
+        """Make a row of remembered tokens hold exactly these; the tokens of its sequence are added as they come."""
+        words = np.zeros(-(-self.config.vocab_size // 32), np.uint32)
+        ids = np.unique(np.asarray(tokens, np.int64))
+        np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+        self._buffers.write("seen", words, self.stream, first=seen_row * len(words))
+
+    def logits(self) -> CacheTensor:
+        """Logits of the last step's rows, [max_sequences, vocab_size] on the device."""
         return self._buffers["logits"]
+
+    def _run(self, shape: StepShape, rows: Sequence[StepRow]) -> StepResult:
+        sampling = tuple(row.sampling for row in rows)
+        if sampling != self._sent_sampling:
+            columns = dict(zip(RowSampling._fields, zip(*sampling)))
+            # Rows behind the step's own are greedy and remember nothing.
+            columns["seen_rows"] = (*columns["seen_rows"], *(-1,) * (self.limits.max_sequences - len(rows)))
+            self._sampling.send(columns, self.stream)
+            self._sent_sampling = sampling
+        self.program(shape).launch(self.stream)
+        alternatives = any(row.sampling.alternatives for row in rows)
+        readback = self._readback(shape.decode, alternatives)
+        readback.start(self.stream)
+        return StepResult(readback, len(rows))
 
     def program(self, shape: StepShape) -> StepProgram:
         """The compiled step of a shape."""
         program = self._programs.get(shape)
         if program is None:
             plan = self._planner.plan(shape, self.device)
-            memory = dict(self._buffers.items()) | dict(self._weights.items()) | self._cache_tensors()
-            program = StepProgram(plan, self.device, memory | self._workspace.take(plan))
+            memory = self._cache_tensors() | self._workspace.take(plan)
+            for group in (self._inputs, self._sampling, self._buffers, self._weights):
+                memory |= dict(group.items())
+            program = StepProgram(plan, self.device, memory)
+            if shape.decode and self._graphs:
+                program.capture()
             self._programs[shape] = program
         return program
 
     def _cache_tensors(self) -> dict[str, CacheTensor]:
-        tensors = {
-            name: self.cache.table(name)
-            for name in ("slot_mapping", "positions", "cu_seqlens_q", "seq_lens", "block_table")
-        }
+        names = ("slot_mapping", "positions", "cu_seqlens_q", "seq_lens", "block_table")
+        tensors = {name: self.cache.table(name) for name in names}
         for number in range(self.config.num_layers):
             layer = self.cache.layer(number)
             tensors |= {f"layers.{number}.k_cache": layer.k, f"layers.{number}.v_cache": layer.v}
         return tensors
 
-
-def _longest_bucket(longest: int) -> int:
-    """Tiles are chosen for it: a few values are enough."""
-    return min(1 << (longest - 1).bit_length(), 128)
+    def _readback(self, decode: bool, alternatives: bool) -> Readback:
+        """Two take turns: a step may be under way before the results of the one before are read."""
+        self._turn[decode] = turn = not self._turn[decode]
+        key = (decode, alternatives, turn)
+        if key not in self._readbacks:
+            most = self.limits.max_sequences
+            chosen = self._inputs.head("tokens", most) if decode else self._buffers["sampled"]
+            names = ["logprobs", *(("top_tokens", "top_logprobs") if alternatives else ())]
+            self._readbacks[key] = Readback(self.device, [chosen, *(self._buffers[name] for name in names)])
+        return self._readbacks[key]

@@ -35,13 +35,13 @@ def inverse_frequencies(config: ModelConfig) -> NDArray[np.float64]:
 
 
 def magnitude(config: ModelConfig) -> float:
-    """By what cosines and sines are multiplied: 1, but for YaRN."""
+    """By what cosines and sines are multiplied: 1, but for YaRN and where the configuration says so."""
     scaling = config.rope_scaling
-    if scaling is None or scaling.kind != "yarn":
+    if scaling is None:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return 1.0 if scaling.factor <= 1 else 0.1 * math.log(scaling.factor) + 1.0
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.kind == "yarn" and scaling.factor > 1 else 1.0
 
 
 def cos_sin_table(config: ModelConfig, positions: int) -> NDArray[np.float32] | None:

@@ -32,8 +32,16 @@ from cki.ops.linear import plan_linear
 from cki.ops.norm import plan_rms_norm
 from cki.ops.paged import plan_paged_attention
 from cki.ops.rope import Rotation, plan_append_kv
+from cki.ops.sampling import plan_sample_tokens
 from cki.plan import Plan, Step
 
+#: Likeliest tokens that a step can report for each sequence.
+MAX_ALTERNATIVES = 20
+#: Parameters of sampling, one a sequence: names of `plan_sample_tokens`.
+SAMPLING = {
+    "temperature": dtypes.f32, "top_k": dtypes.i32, "top_p": dtypes.f32, "min_p": dtypes.f32,
+    "repetition_penalty": dtypes.f32, "seed": dtypes.i64, "seen_rows": dtypes.i32, "alternatives": dtypes.i32,
+}  # fmt: skip
 #: Query rows a sequence from which attention's tiles are the same.
 _LONG = 128
 
@@ -64,12 +72,17 @@ class CacheGeometry:
 
 @dataclass(frozen=True)
 class DecoderPlanner:
-    """Plans steps of one model.  dtype: of weights, activations, cache and logits."""
+    """Plans steps of one model.
+
+    dtype: of weights, activations, cache and logits.  positions: of the table of cosines and sines.  seen_rows:
+    sequences whose tokens are remembered for the repetition penalty.
+    """
 
     config: ModelConfig
     dtype: DType
     cache: CacheGeometry
     positions: int
+    seen_rows: int
 
     def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
@@ -85,10 +98,19 @@ class DecoderPlanner:
             "inner": ((t, c.intermediate_size), self.dtype),
             "last": ((n, c.hidden_size), self.dtype),
             "logits": ((n, c.vocab_size), self.dtype),
+            "sampled": ((n,), dtypes.i32),
+            "logprobs": ((n,), dtypes.f32),
+            "top_tokens": ((n, MAX_ALTERNATIVES), dtypes.i32),
+            "top_logprobs": ((n, MAX_ALTERNATIVES), dtypes.f32),
+            "seen": ((self.seen_rows, -(-c.vocab_size // 32)), dtypes.u32),
+            **{name: ((n,), dtype) for name, dtype in SAMPLING.items()},
         }
 
     def plan(self, shape: StepShape, device: DeviceInfo) -> Plan:
-        """The launches from `tokens` to `logits`."""
+        """The launches from `tokens` to the tokens that follow.
+
+        Those go to `sampled`, or after a decode step to `tokens`: the same sequences' next step finds them there.
+        """
         buffer = {name: dense(name, *spec) for name, spec in self.buffers(shape).items()}
         weight = {
             role: dense(role, extents, self.dtype) for role, extents in weight_shapes(self.config).items()
@@ -108,6 +130,11 @@ class DecoderPlanner:
         steps += plan_rms_norm(last, weight["final_norm"], normed, device, eps=eps)
         head = weight.get("head", weight["embed"])
         steps += plan_linear(normed, head, None, None, buffer["logits"], device, weight_layout="out_in")
+        steps += plan_sample_tokens(
+            buffer["logits"], buffer["tokens" if shape.decode else "sampled"], buffer["logprobs"], device,
+            top_tokens=buffer["top_tokens"], top_logprobs=buffer["top_logprobs"], seen=buffer["seen"],
+            step=dense("seq_lens", (shape.sequences,), dtypes.i32), **{name: buffer[name] for name in SAMPLING},
+        )  # fmt: skip
         workspace |= dict(workspace_of(steps))
         return Plan(steps, tuple(workspace.items()))
 

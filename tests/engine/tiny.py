@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ BIASED = replace(
 MODELS = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "biased": BIASED}
 
 
-def random_weights(config: ModelConfig, seed: int = 0, dtype: object = np.float32) -> dict[str, np.ndarray]:
+def random_weights(config: ModelConfig, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     """Weights under which logits depend on every token, every layer and every bias."""
     rng = np.random.default_rng(seed)
     weights = {}

