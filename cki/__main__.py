@@ -21,6 +21,7 @@ COMMANDS = {
     "sanitize": ("cki.cli.sanitize", "run a kernel on the simulated device with every check"),
     "selftest": ("cki.cli.selftest", "run the main operations against their reference"),
     "demo": ("cki.demo", "embed sentences with a real encoder"),
+    "generate": ("cki.cli.generate", "continue a text with a language model"),
 }
 
 

