@@ -247,6 +247,9 @@ def main() -> None:
     parser.add_argument(
         "--skinny", action="store_true", help="check and time every tile of the kernel for few rows"
     )
+    parser.add_argument(
+        "--candidate", action="append", help="of --hopper only this tile, as 128x128s6pp; may be repeated"
+    )
     parser.add_argument("--hopper-worker", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--skinny-worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -267,6 +270,9 @@ def main() -> None:
         for rows, depth, columns, epilogue in arguments.shape
         or [_shape(text) for text in (tuned.SHAPES if tuned else SHAPES)]
     ]
+    if arguments.hopper:
+        tuned.run(problems, arguments.candidate)
+        return
     if tuned:
         tuned.run(problems)
         return

@@ -2,6 +2,7 @@
 
     python bench/gemm.py --hopper                                           # all cells, about 8 minutes on an H200
     python bench/gemm.py --hopper --shape 8192x1024x4096:gelu --dtype bf16 --layout out_in
+    python bench/gemm.py --hopper --candidate 128x128s6pp --candidate 64x64s8pp
 
 Two phases.  First each distinct kernel is checked in a worker process, on a shape whose tiles are more than an H200's
 SMs and walk through the rings twice; a worker that dies or takes too long costs its candidate only, not the run.  Then
@@ -68,7 +69,7 @@ def generic_tile(problem: LinearProblem) -> Tile:
 
 def check_problem(problem: LinearProblem) -> LinearProblem:
     """A product that compiles to the same kernels: ends of tiles on all three axes, several tiles a block."""
-    return problem._replace(rows=3337, depth=1096, columns=2056)
+    return problem._replace(rows=3337, depth=1608, columns=2056)
 
 
 def worker(problem: LinearProblem, names: Sequence[str]) -> None:
@@ -193,15 +194,19 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def run(problems: Sequence[LinearProblem]) -> None:
-    """Checks, times, writes the CSV after every shape, prints the summary."""
+def run(problems: Sequence[LinearProblem], tiles: Sequence[str] | None = None) -> None:
+    """Checks, times, writes the CSV after every shape, prints the summary.  tiles: names of candidates; None: all."""
     common.require_gpu()
+    wanted = list(candidates()) if tiles is None else [f"hopper {tile}" for tile in tiles]
+    unknown = [name for name in wanted if name not in candidates()]
+    if unknown:
+        raise SystemExit(f"no candidate {', '.join(unknown)}; there are {', '.join(candidates())}")
     checked: dict[tuple[str, str, str], list[str]] = {}
     rows: list[dict[str, object]] = []
     for problem in problems:
         kernels = (problem.epilogue, problem.dtype, problem.layout)
         if kernels not in checked:
-            checked[kernels] = sound(problem, list(candidates()))
+            checked[kernels] = sound(problem, wanted)
         rows += measure(problem, checked[kernels])
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
             common.write_csv("gemm_hopper", rows)

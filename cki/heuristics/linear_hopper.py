@@ -3,10 +3,11 @@
 What weighs:
 * Tiles in rounds over the SMs: the last round takes as long as the others, however few its tiles are.  Where there are
   fewer tiles than SMs, smaller ones, or K split over two blocks, use more of them.
-* Products of a stage: the tensor core's share, or the stage's bytes at the rate at which an SM takes them in from L2,
-  whichever is longer.  Tiles of 128 x 256 are bound by the first, all smaller ones by the second.
+* Products of a stage: the tensor core's share, slower under load on all SMs, or the stage's bytes at the rate at which
+  L2 serves all SMs together, whichever is longer.  Tiles of 128 x 128 and more are bound by the first.
 * The finish of a tile (bias, activation, residual, stores).  Consumers that share a tile do it while the tensor core
-  idles, once a round; consumers in turn (ping-pong) do it beside the other's products, and once at the end.
+  idles, once a round; consumers in turn (ping-pong) do it beside the other's products, and once at the end.  That of a
+  residual is the longest: all SMs read and write at the same time.
 * Shared memory: `stages` times 64 elements of K of both operands, and 32 KB for results on their way out; 227 KB at
   most.
 
@@ -95,7 +96,8 @@ TILES = (
 CANDIDATES = (
     *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(64, 256, 4, True),
     HopperTile(64, 128, 6, True), HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, True, sharers=2),
-    HopperTile(128, 256, 4, sharers=2),
+    HopperTile(128, 256, 4, sharers=2), HopperTile(64, 64, 12, True), HopperTile(64, 64, 8, True, sharers=2),
+    HopperTile(64, 64, 12, True, sharers=2), HopperTile(64, 128, 8, True, sharers=2),
 )  # fmt: skip
 
 
@@ -110,18 +112,17 @@ def _stages(depth: int) -> int:
 
 
 # Microseconds on an H200.  Of a launch in a row of them without its tiles, and of a tile's first bytes.
-_LAUNCH_US, _FIRST_BYTES_US = 0.77, 0.21
+_LAUNCH_US, _FIRST_BYTES_US = 1.04, 0.3
 # What a launch costs more that follows no other, and of the generic kernel, whose model leaves it out.
 _ALONE_US, _GENERIC_LAUNCH_US = 1.7, 1.5
-# Of a stage: 128 x 128 elements of y at the tensor cores' rate under load, and bytes a microsecond into an SM.
-_SQUARE_US = 0.368
-_READ_RATE = 80_000.0
-# What a ring costs that holds less than this many bytes.
-_DEEP_RING_BYTES, _SHALLOW = 160 * 1024, 1.04
+# Of a stage: 128 x 128 elements of y by one SM alone, and the part that it takes longer when all are busy (clocks);
+# bytes a microsecond from L2 into all SMs.
+_SQUARE_US, _LOAD = 0.305, 0.32
+_L2_RATE = 12.9e6
 # Of a tile's finish, at first and for each 64 columns x 64 rows of a consumer: plain, activation, residual.
-_FINISH_US = {"": (0.13, 0.22), "activation": (1.35, 0.59), "residual": (0.65, 0.26)}
+_FINISH_US = {"": (0.0, 0.32), "activation": (1.44, 0.59), "residual": (0.42, 0.93)}
 # Of the sum over a cluster's blocks.
-_EXCHANGE_US = 2.5
+_EXCHANGE_US = 3.1
 
 
 def predicted_time(
@@ -129,11 +130,12 @@ def predicted_time(
     residual: bool = False,
 ) -> float:  # fmt: skip
     """Microseconds of a rows x depth by depth x columns product, if the device's SMs are those of an H200."""
-    rounds = -(-tile_count(tile, rows, columns) * tile.split // max(device.sm_count, 1))
-    stage_bytes = (tile.block_m + tile.block_n) * _ROW_BYTES
-    stage = max(_SQUARE_US * tile.block_m * tile.block_n / 128**2, stage_bytes / _READ_RATE)
-    if tile.stages * stage_bytes < _DEEP_RING_BYTES:
-        stage *= _SHALLOW
+    sms = max(device.sm_count, 1)
+    blocks = tile_count(tile, rows, columns) * tile.split
+    rounds, busy = -(-blocks // sms), min(blocks, sms)
+    square = _SQUARE_US * (1 + _LOAD * busy / sms)
+    l2_bytes = (tile.block_m + tile.block_n / tile.sharers) * _ROW_BYTES
+    stage = max(square * tile.block_m * tile.block_n / 128**2, l2_bytes * busy / _L2_RATE)
     products = _FIRST_BYTES_US + math.ceil(_stages(depth) / tile.split) * stage
     first, more = _FINISH_US["residual" if residual else "activation" if activation else ""]
     finish = first + more * (tile.accumulators / 32 / tile.split) + (_EXCHANGE_US if tile.split > 1 else 0.0)

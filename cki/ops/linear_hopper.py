@@ -148,8 +148,12 @@ def plan_linear_hopper(
         obstacles.append(f"tiles {tile} need {tile.shared_memory} bytes of shared memory")
     if tile.split > max(1, -(-x.shape[-1] // STAGE_DEPTH)):
         obstacles.append(f"K of {x.shape[-1]} has no {tile.split} parts of {STAGE_DEPTH}")
-    if tile.sharers > 1 and (tile.split > 1 or tile.block_n % (64 * tile.sharers)):
-        obstacles.append(f"tiles {tile}: a cluster splits K, or shares out whole 64 columns of the weight")
+    if tile.sharers > 1 and (
+        tile.split > 1 or STAGE_DEPTH % (8 * tile.sharers) or tile.block_n % (8 * tile.sharers)
+    ):
+        obstacles.append(
+            f"tiles {tile}: a cluster splits K, or shares out the weight in multiples of eight rows"
+        )
     if tile.split > 1 and (tile.ping_pong or tile.ring_bytes < tile.block_m * tile.block_n * 4):
         obstacles.append(
             f"tiles {tile}: the blocks of a cluster share one tile, whose fp32 sums must fit where stages were"
@@ -183,7 +187,9 @@ def plan_linear_hopper(
     )  # fmt: skip
     x_map = _tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.block_m))
     if access.along_n:
-        w_map = _tensor_map(w, w_columns, depth, access.stride, (64, STAGE_DEPTH))
+        shares_rows = tile.block_n // 64 % tile.sharers != 0  # of K, where there are fewer slabs of columns
+        box_depth = STAGE_DEPTH // tile.sharers if shares_rows else STAGE_DEPTH
+        w_map = _tensor_map(w, w_columns, depth, access.stride, (64, box_depth))
     else:
         boxes = tile.sharers if gates is None else max(2, tile.sharers)
         w_map = _tensor_map(w, depth, w_columns, access.stride, (STAGE_DEPTH, tile.block_n // boxes))

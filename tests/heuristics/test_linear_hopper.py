@@ -64,9 +64,10 @@ def test_maps_keep_tma_s_rules(tile, layout):
     x, w, y = maps_of(step)
     assert not [problem for given in (x, w, y) for problem in tensor_map.problems(0, given)]
     assert (x.dims, x.box) == ((264, 1000), (64, tile.block_m))
-    expected = (
-        ((520, 264), (64, 64)) if layout == "in_out" else ((264, 520), (64, tile.block_n // tile.sharers))
-    )
+    if layout == "in_out":  # blocks that share too few columns share K
+        expected = ((520, 264), (64, 64 if tile.block_n >= 64 * tile.sharers else 64 // tile.sharers))
+    else:
+        expected = ((264, 520), (64, tile.block_n // tile.sharers))
     assert (w.dims, w.box) == expected
     assert (y.dims, y.box, y.operand.slot) == ((520, 1000), (64, 16), "y")
 
@@ -135,7 +136,7 @@ def test_leading_axes_that_merge_are_rows():
         ({"tile": HopperTile(128, 128, 4, split=8)}, "has no 8 parts"),
         ({"tile": HopperTile(128, 128, 4, True, split=2)}, "share one tile"),
         ({"tile": HopperTile(128, 256, 2, split=2)}, "must fit where stages were"),
-        ({"tile": HopperTile(128, 64, 4, sharers=2)}, "shares out whole 64 columns"),
+        ({"tile": HopperTile(128, 192, 3, sharers=16)}, "multiples of eight rows"),
         ({"tile": HopperTile(128, 128, 4, split=2, sharers=2)}, "a cluster splits K, or"),
     ],
 )  # fmt: skip
@@ -193,13 +194,18 @@ def test_parts_of_a_weight(rows, entries):
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "gemm_hopper.csv"
 
 
+#: Measured with a producer of a whole warp: ping-pong tiles were 5 to 10 % slower than now (docs/linear_hopper.md).
+OLD_COMMITS = ("f286a8d",)
+
+
 def measured() -> dict[tuple[str, str], dict[str, float]]:
     """(shape, layout) -> implementation -> microseconds."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     with RESULTS.open() as file:
         for row in csv.DictReader(file):
-            cell = found.setdefault((row["problem"], row["layout"]), {})
-            cell[row["implementation"]] = float(row["median_us"])
+            if row["commit"] not in OLD_COMMITS:
+                cell = found.setdefault((row["problem"], row["layout"]), {})
+                cell[row["implementation"]] = float(row["median_us"])
     return found
 
 
@@ -218,7 +224,7 @@ def test_the_choice_is_near_the_best_that_was_measured():
         tile = choose_hopper_tile(
             rows, columns, depth, H200, activation=epilogue == "gelu", residual=epilogue == "residual",
         )  # fmt: skip
-        ratios.append(times[f"hopper {tile}"] / min(times[name] for name in known))
+        ratios.append(times[f"hopper {tile}"] / min(times[name] for name in known if name in times))
     assert max(ratios) <= WORST_CHOICE
     assert sum(ratios) / len(ratios) <= MEAN_CHOICE
 

@@ -124,7 +124,7 @@ def test_split_depths_under_every_check(device, tile):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "tile", [HopperTile(64, 128, 2, True, sharers=2), HopperTile(128, 128, 2, sharers=2)], ids=str
+    "tile", [HopperTile(64, 64, 2, True, sharers=2), HopperTile(128, 128, 2, sharers=2)], ids=str
 )
 def test_shared_weights_under_every_check(device, tile, layout):
     """An odd number of tiles below each other, several for each cluster, rings walked through more than twice."""

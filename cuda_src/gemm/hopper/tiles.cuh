@@ -41,16 +41,18 @@ struct TileColumns {
 };
 
 // Calls copy(offset, c0, c1) for each box of a tile's weight that block `rank` of kSharers brings: where it goes, from
-// where. Along N a box has 64 columns, along K one of kBoxes equal parts of them.
+// where. Along N a box has 64 columns, along K one of kBoxes equal parts of them. Fewer slabs of 64 columns than sharers
+// are shared out by their rows, of K.
 template <class Layout, bool kWeightAlongN, int kSharers, int kBoxes, class Copy>
 __device__ __forceinline__ void for_each_weight_box(const TileColumns& columns, int k, int rank, const Copy& copy) {
   constexpr int kAll = Layout::kBytesW / kSpan, kWidth = kWeightAlongN ? kSlabColumns : kAll / kBoxes;
-  constexpr int kOwn = kAll / kWidth / kSharers;
-  static_assert(kOwn * kSharers * kWidth == kAll, "blocks share out whole boxes");
+  constexpr bool kShareRows = kWeightAlongN && kAll / kWidth % kSharers != 0;
+  constexpr int kRows = kStageDepth / kSharers, kOwn = kShareRows ? kAll / kWidth : kAll / kWidth / kSharers;
+  static_assert(kShareRows || kOwn * kSharers * kWidth == kAll, "blocks share out whole boxes");
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    const int at = (rank * kOwn + i) * kWidth;
-    copy(at * kSpan, kWeightAlongN ? columns(at) : k, kWeightAlongN ? k : columns(at));
+    const int at = ((kShareRows ? 0 : rank * kOwn) + i) * kWidth, row = kShareRows ? rank * kRows : 0;
+    copy((at + row) * kSpan, kWeightAlongN ? columns(at) : k, kWeightAlongN ? k + row : columns(at));
   }
 }
 
