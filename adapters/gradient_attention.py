@@ -8,6 +8,7 @@ from typing import Any
 
 from cki.adapters.gradient import Arrays, Attributes, Expression, Inputs
 from cki.adapters.gradient_rows import layer_norm, linear, masked_exponentials
+from cki.errors import UnsupportedError
 
 #: A function of a tensor to put dropout in; `_keep` without.
 Dropout = Callable[[Any], Any]
@@ -66,7 +67,14 @@ def attention(
 def _attention(a: Arrays, inputs: Inputs, attributes: Attributes) -> tuple[Any, ...]:
     options = dict(attributes)
     wants_lse = options.pop("return_lse")
-    out, lse = attention(a, **inputs, **options)
+    if p := options.pop("dropout_p"):
+        raise UnsupportedError(
+            f"attention: dropout_p is {p} beside recompute_gradient",
+            ["the plain expression draws no Philox numbers"],
+            "dropout_p=0.0, or the framework's own dropout",
+        )
+    tensors = {name: tensor for name, tensor in inputs.items() if not name.startswith("dropout_")}
+    out, lse = attention(a, **tensors, **options)
     return (out, lse) if wants_lse else (out,)
 
 

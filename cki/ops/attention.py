@@ -17,6 +17,7 @@ from cki.heuristics.attention import AttentionTiles, choose_tiles, heads_per_blo
 from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
+from cki.ops.attention_dropout import DROPOUT_INPUTS, NO_DROPOUT, AttentionDropout, dropout_of
 from cki.ops.attention_hopper import plan_hopper, preferred, preferred_packed, workspace_of
 from cki.ops.attention_rules import MAX_HEAD_DIM as MAX_HEAD_DIM
 from cki.ops.attention_rules import check_attention
@@ -26,7 +27,7 @@ from cki.ops.packed_sequences import PackedSequences as PackedSequences
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
-_PARAMS = "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3
+_PARAMS = "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf"
 _LOG2E = math.log2(math.e)
 
 
@@ -44,6 +45,9 @@ def attention(
     mask: Any = None,
     sinks: Any = None,
     alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    dropout_offset: Any = None,
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -70,6 +74,11 @@ def attention(
     mask: bool or u8, broadcastable likewise; True (not 0) keeps a key.
     alibi_slopes: f32 [heads]; slope * |p - j| is subtracted.
     sinks: f32 [heads]; one more logit in the denominator, without a value, not scaled.
+    dropout_p, dropout_seed, dropout_offset: each weight is 0 with probability dropout_p (0 to below 1), else divided
+        by 1 - dropout_p; the denominator and lse are those without dropout.  Seed and offset are one int64 or uint64
+        each in device memory, given together with a dropout_p above 0.  A weight's fate depends on seed, offset
+        (modulo 2**32), batch, head, query and key alone (`cki.reference.dropout.attention_keeps`): a captured graph
+        that adds to the offset drops others at each replay.
     return_lse: also return the natural logarithm of the sum of exponentials, f32 [batch, heads, queries].
     out: a tensor of the output's shape and dtype to write into.
     stream: default is the framework's current stream.
@@ -81,8 +90,8 @@ def attention(
     Raises InvalidArgumentError, InvalidTypeError or DeviceError before any launch, with every violated rule.
     FlashAttention-2: Dao, arXiv 2307.08691.
     """
-    inputs = (q, k, v, bias, mask, sinks, alibi_slopes)
-    attributes = (causal, causal_alignment, scale, window, softcap, return_lse)
+    inputs = (q, k, v, bias, mask, sinks, alibi_slopes, dropout_seed, dropout_offset)
+    attributes = (causal, causal_alignment, scale, window, softcap, return_lse, dropout_p)
     return call(ATTENTION, inputs, attributes, (out, None), stream)
 
 
@@ -148,12 +157,14 @@ def plan_attention(
     sinks: Operand | None = None,
     alibi_slopes: Operand | None = None,
     lse: Operand | None = None,
+    dropout: AttentionDropout | None = None,
     tiles: AttentionTiles | HopperTiles | None = None,
     packed: PackedSequences | None = None,
 ) -> tuple[Step, ...]:
     """The launch that computes `attention` on operands; none for an empty output.
 
     Arguments are those of `attention`, already checked.  lse: row-major f32 [batch, heads, queries], or None.
+    dropout: None where nothing is dropped.
     tiles: instead of the heuristics' choice (benchmarks).  HopperTiles select the Hopper kernel.
     The plan needs the workspace of `attention_hopper.workspace_of(steps)`.
     packed: q and out are packed sequences as a batch of one, [1, tokens, heads, dim]; k and v likewise, or blocks of a
@@ -176,7 +187,7 @@ def plan_attention(
         rows = packed.typical_queries * pack
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
-    if tiles is None:
+    if tiles is None and dropout is None:
         choice = {
             "has_limits": left is not None or right is not None,
             "is_plain": not scale_first and mask is None,
@@ -209,6 +220,7 @@ def plan_attention(
     packing = DENSE_CONSTANTS if packed is None else packed.constants(causal_alignment)
     args += DENSE_ARGUMENTS if packed is None else packed.arguments(k)
     if isinstance(tiles, HopperTiles):
+        assert dropout is None, "the Hopper kernel has no dropout"
         return plan_hopper(q, k, v, out, tiles, bias, mask, packed, features | packing, args, device)
     if packed is None:
         blocks = -(-rows // tiles.block_rows) * (heads // pack) * batch
@@ -222,13 +234,14 @@ def plan_attention(
         "attention/attention.cu", "attention", _PARAMS, max_registers=tiles.registers, **features, **packing,
         kHeadDim=padded(head_dim), kValueDim=padded(value_dim),
         kWarps=tiles.warps, kRowTiles=tiles.row_tiles, kBlockKeys=tiles.block_keys, kMinBlocks=tiles.min_blocks,
-        kCopyBytes=_copy_bytes(q, k, v), kPackHeads=pack > 1,
+        kCopyBytes=_copy_bytes(q, k, v), kPackHeads=pack > 1, kDropout=dropout is not None,
     )  # fmt: skip
     reason = (
         f"mma.sync, {tiles.block_rows} rows x {tiles.block_keys} keys a tile, "
         f"{pack} heads a block, copies of {kernel.constant('kCopyBytes')} bytes"
     )
     smem = tiles.shared_memory(padded(head_dim), padded(value_dim), itemsize, packing["kPaged"])
+    args += NO_DROPOUT if dropout is None else dropout.arguments()
     return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args, smem, reason=reason),)
 
 
@@ -237,7 +250,7 @@ def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) 
     options = {n: problem.attribute(n) for n in ("causal", "causal_alignment", "scale", "window", "softcap")}
     steps = plan_attention(
         problem["q"], problem["k"], problem["v"], outputs["out"],
-        lse=outputs.get("lse"), device=device, **tensors, **options,
+        lse=outputs.get("lse"), device=device, dropout=dropout_of(problem), **tensors, **options,
     )  # fmt: skip
     return Plan(steps, workspace_of(steps))
 
@@ -246,11 +259,12 @@ ATTENTION = OpSpec(
     name="attention",
     inputs=(
         Input("q"), Input("k"), Input("v"), Input("bias", optional=True), Input("mask", optional=True),
-        Input("sinks", optional=True), Input("alibi_slopes", optional=True),
+        Input("sinks", optional=True), Input("alibi_slopes", optional=True), *DROPOUT_INPUTS,
     ),
     attributes=(
         Attribute("causal", bool, False), Attribute("causal_alignment", str, "bottom_right"), Attribute("scale", float),
         Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0), Attribute("return_lse", bool, False),
+        Attribute("dropout_p", float, 0.0),
     ),
     outputs=("out", "lse"),
     check=check_attention,
@@ -305,6 +319,12 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     for dtype in (bf16, f32):
         add(dtype, 5, causal=True)
         add(dtype, 64, stride=2, causal=True)
+    counter = dense("dropout_seed", (1,), dtypes.i64)
+    dropout = AttentionDropout(0.1, counter, counter)
+    for head_dim in (64, 128, 256):
+        add(bf16, head_dim, dropout=dropout)
+    add(f32, 128, dropout=dropout)
+    add(bf16, 128, dropout=dropout, **everything)
     if arch == "sm_90a":  # the Hopper kernel
         for dim, causal in [(d, c) for d in (64, 80, 128, 256) for c in (False, True) if d != 80 or c]:
             add(

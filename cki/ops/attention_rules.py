@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cki import dtypes
 from cki.dtypes import DType
+from cki.ops.attention_dropout import check_dropout
 from cki.ops.spec import Problem
 
 MAX_HEAD_DIM = 256
@@ -146,3 +147,4 @@ def check_attention(problem: Problem) -> None:
     _check_broadcast(problem, "mask", (dtypes.bool_, dtypes.u8))
     check_per_head(problem, "sinks")
     check_per_head(problem, "alibi_slopes")
+    check_dropout(problem)

@@ -17,6 +17,7 @@ from cki.heuristics.attention_hopper import HopperTiles
 from cki.kernel import KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
+from cki.ops.attention_dropout import DROPOUT_INPUTS, dropout_of
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.cache_arguments import imported
 from cki.ops.call import call
@@ -44,6 +45,9 @@ def varlen_attention(
     softcap: float = 0.0,
     sinks: Any = None,
     alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    dropout_offset: Any = None,
     return_lse: bool = False,
     block_table: Any = None,
     seq_lens: Any = None,
@@ -66,8 +70,9 @@ def varlen_attention(
     block_table: i32 or i64 [batch, columns]; entries past a sequence's length are not read.
     seq_lens: i32 or i64 [batch], keys of each sequence, the new tokens included.
 
-    causal, causal_alignment, scale, window, softcap, sinks, alibi_slopes, return_lse, out, stream: as for
-    `cki.attention`, sequence by sequence: the last query of a sequence stands at its last key (bottom_right).
+    causal, causal_alignment, scale, window, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, dropout_offset,
+    return_lse, out, stream: as for `cki.attention`, sequence by sequence: the last query of a sequence stands at its
+    last key (bottom_right); for dropout sequence b is batch b.
 
     Returns out [tokens, heads, value_dim], or (out, lse [heads, tokens]).  A query that sees no key, and a row that
     belongs to no sequence (past the last offset), gets 0, and lse -inf (with sinks: lse = sink).  Sequences without
@@ -89,8 +94,10 @@ def varlen_attention(
             max_seqlen_k=max_seqlen_k, window=window, bottom_right=str(causal_alignment) == "bottom_right",
         )  # fmt: skip
     longest = tuple(min(n, _LONG) if isinstance(n, Integral) else n for n in (max_seqlen_q, max_seqlen_k))
-    inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, sinks, alibi_slopes)
-    attributes = (causal, causal_alignment, scale, window, softcap, return_lse, *longest)
+    inputs = (
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, sinks, alibi_slopes, dropout_seed, dropout_offset
+    )  # fmt: skip
+    attributes = (causal, causal_alignment, scale, window, softcap, return_lse, *longest, dropout_p)
     return call(VARLEN_ATTENTION, inputs, attributes, (out, None), stream)
 
 
@@ -122,7 +129,7 @@ def plan(
     options = {n: problem.attribute(n) for n in ("causal", "causal_alignment", "scale", "window", "softcap")}
     steps = plan_attention(
         q, k, v, out, lse=outputs.get("lse"), device=device, packed=packed, sinks=problem.get("sinks"),
-        alibi_slopes=problem.get("alibi_slopes"), tiles=tiles, **options,
+        alibi_slopes=problem.get("alibi_slopes"), dropout=dropout_of(problem), tiles=tiles, **options,
     )  # fmt: skip
     return Plan(steps, workspace_of(steps))
 
@@ -132,11 +139,12 @@ VARLEN_ATTENTION = OpSpec(
     inputs=(
         Input("q"), Input("k"), Input("v"), Input("cu_seqlens_q"), Input("cu_seqlens_k", True), Input("seq_lens", True),
         Input("block_table", True), Input("sinks", True), Input("alibi_slopes", True),
+        *DROPOUT_INPUTS,
     ),
     attributes=(
         Attribute("causal", bool, False), Attribute("causal_alignment", str, "bottom_right"), Attribute("scale", float),
         Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0), Attribute("return_lse", bool, False),
-        Attribute("max_seqlen_q", int), Attribute("max_seqlen_k", int),
+        Attribute("max_seqlen_q", int), Attribute("max_seqlen_k", int), Attribute("dropout_p", float, 0.0),
     ),
     outputs=("out", "lse"),
     check=check_varlen,

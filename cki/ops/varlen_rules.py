@@ -9,6 +9,7 @@ import numpy as np
 
 from cki import dtypes
 from cki.errors import InvalidArgumentError
+from cki.ops.attention_dropout import check_dropout
 from cki.ops.attention_rules import check_attributes, check_heads, check_per_head, check_tensors
 from cki.ops.spec import Problem
 from cki.ops.validate import host_values, shape_of
@@ -94,6 +95,7 @@ def check_varlen(problem: Problem) -> None:
     check_heads(problem)
     check_per_head(problem, "sinks")
     check_per_head(problem, "alibi_slopes")
+    check_dropout(problem)
 
 
 def _offset_problems(name: str, offsets: np.ndarray[Any, Any], total: int, longest: Any) -> list[str]:

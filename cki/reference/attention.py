@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cki.reference.dropout import attention_keeps
+
 
 def visible_keys(
     queries: int, keys: int, causal: bool, causal_alignment: str, window: tuple[int, int]
@@ -44,7 +46,11 @@ def attention(
     mask: Any = None,
     sinks: Any = None,
     alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    dropout_offset: Any = None,
     return_lse: bool = False,
+    first_batch: int = 0,
 ) -> Any:
     """softmax(logits) v in float64; names, shapes and conventions of `cki.attention`.
 
@@ -52,9 +58,10 @@ def attention(
     x_ij      = softcap tanh(x_ij / softcap)             where softcap > 0
     logit_ij  = x_ij - slope |position(i) - j| + bias_ij
     weight_ij = exp(logit_ij) over the visible keys: causal, window, bias > -inf, mask
-    out_i     = sum_j weight_ij v_j / (sum_j weight_ij + exp(sink))
+    out_i     = sum_j kept_ij weight_ij v_j / (sum_j weight_ij + exp(sink)) / (1 - dropout_p)
     lse_i     = ln(sum_j weight_ij + exp(sink))          no sink: no such term
 
+    kept_ij is `cki.reference.dropout.attention_keeps`, 1 without dropout; the batch is counted from first_batch.
     A row that sees no key: out = 0, lse = -inf (with sinks: lse = sink).
     Returns out [batch, queries, heads, value_dim], or (out, lse [batch, heads, queries]).
     """
@@ -83,6 +90,10 @@ def attention(
             logits = logits + np.where(visible, bias[b, h], 0.0)
         if mask is not None:
             visible &= mask[b, h]
+        keeps = np.ones((queries, keys), bool)
+        if dropout_p:
+            seed, offset = (int(np.ravel(counter)[0]) for counter in (dropout_seed, dropout_offset))
+            keeps = attention_keeps(queries, keys, (first_batch + b) * heads + h, dropout_p, seed, offset)
         for i in range(queries):
             seen = np.flatnonzero(visible[i])
             row = logits[i, seen]
@@ -93,5 +104,6 @@ def attention(
             total = weights.sum() + np.exp(sink - largest)
             lse[b, h, i] = largest + np.log(total)
             with np.errstate(invalid="ignore"):
-                out[b, i, h] = (weights / total) @ v[b, seen, kv_head]
+                kept = keeps[i, seen]
+                out[b, i, h] = (weights / total)[kept] @ v[b, seen[kept], kv_head] / (1.0 - dropout_p)
     return (out, lse) if return_lse else out

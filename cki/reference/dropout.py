@@ -44,6 +44,24 @@ def dropout_keeps(shape: tuple[int, ...], p: float, seed: int, offset: int) -> N
     return keeps
 
 
+def attention_keeps(queries: int, keys: int, row: int, p: float, seed: int, offset: int) -> NDArray[np.bool_]:
+    """Which weights [queries, keys] of attention are kept; row is batch * heads + head.
+
+    Key j of query i is kept when word j % 16 // 8 * 2 + j % 2 of Philox with counter (j // 16 * 4 + j % 8 // 2, i, row,
+    offset mod 2^32) and key seed is at least p * 2^32.
+    """
+    key = np.arange(keys, dtype=np.uint64)
+    place, query = np.meshgrid(key // 16 * 4 + key % 8 // 2, np.arange(queries, dtype=np.uint64))
+    others = [np.full(place.size, number, np.uint64) for number in (row, int(offset) % 2**32)]
+    counter = np.stack([place.reshape(-1), query.reshape(-1), *others], 1)
+    words = philox_4x32_10(counter, np.array([int(seed) % 2**32, int(seed) % 2**64 >> 32], np.uint64))
+    chosen = np.take_along_axis(
+        words.reshape(queries, keys, 4), (key % 16 // 8 * 2 + key % 2).astype(np.int64)[None, :, None], 2
+    )
+    keeps: NDArray[np.bool_] = chosen[..., 0] >= min(round(p * 2.0**32), 2**32 - 1)
+    return keeps
+
+
 def dropout_add(x: Array, residual: Array | None, p: float, seed: Any, offset: Any) -> NDArray[np.float64]:
     """x / (1 - p) where it is kept (`dropout_keeps`), else 0; plus residual."""
     values = np.asarray(x).astype(np.float64)

@@ -36,7 +36,13 @@ def varlen_attention(
             length = max(0, min(int(seq_lens[b]), np.shape(block_table)[1] * k.shape[1]))
             keys, values = (gathered(t, block_table[b], length) for t in (k, v))
         one_out, one_lse = attention(
-            q[None, begin:end], keys[None], values[None], sinks=sinks, return_lse=True, **options
+            q[None, begin:end],
+            keys[None],
+            values[None],
+            sinks=sinks,
+            return_lse=True,
+            first_batch=b,
+            **options,
         )
         out[begin:end], lse[:, begin:end] = one_out[0], one_lse[0]
     return (out, lse) if return_lse else out

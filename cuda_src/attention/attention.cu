@@ -24,6 +24,7 @@
 //
 // A row's result depends on nothing but its own inputs and kBlockKeys: tiles start at multiples of kBlockKeys whatever
 // the window, and a tile in which a row sees nothing leaves it unchanged to the bit. So results do not depend on the batch.
+#include "attention/dropout.cuh"
 #include "attention/logits.cuh"
 #include "attention/nonfinite.cuh"
 #include "attention/packed_sequences.cuh"
@@ -58,8 +59,9 @@ struct Features {
 constexpr bool kHides = kLimitLeft || kLimitRight || kBias || kMask;
 // Whether weights must be computed without the short form of common/online_softmax.cuh.
 constexpr bool kExactWeights = kScaleFirst || sizeof(Element) == 4;
-// Whether values that are not finite are taken out of tiles, and of all or only those in which a key is hidden.
-constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask;
+// Whether values that are not finite are taken out of tiles, and of all or only those in which a key is hidden. Dropout
+// hides any key.
+constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask || kDropout;
 constexpr bool kDrops = kHides || kDropsAlways;
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
@@ -81,7 +83,8 @@ constexpr int kPlacesOffset = QueryTile::kBytes + 2 * kStageBytes;
 template <bool kBandTest, class RowOf>
 __device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow (&softmax)[kRowTiles * 2],
                                             RowOf row_of, const Band& band, const LogitRules& rules, float exponent_scale,
-                                            int first_key, const unsigned char* queries, const unsigned char* stage) {
+                                            int first_key, const unsigned char* queries, const unsigned char* stage,
+                                            const Dropout& dropout) {
   Scores scores;
   multiply_keys<QueryTile, KeyTile>(scores, queries, stage);
 #pragma unroll
@@ -94,6 +97,10 @@ __device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow (&softmax
     for (int n = 0; n < kColumnTiles; ++n) {
       output[r / 2][n][first] *= correction;
       output[r / 2][n][first + 1] *= correction;
+    }
+    if constexpr (kDropout) {
+      const QueryRow<BiasElement> row = row_of(r);
+      dropout.apply(scores[r / 2], first, first_key, row.query, row.dropout_row);
     }
   }
   multiply_values<ValueTile>(output, scores, stage + KeyTile::kBytes);
@@ -116,7 +123,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
               const QueryOffset* __restrict__ cu_seqlens_q, const KeyOffset* __restrict__ key_offsets,
               const TableIndex* __restrict__ block_table,                                             //
               i64 q_offset_stride, i64 key_offset_stride, i64 table_batch, i64 table_column,          //
-              int sequences, int blocks, int block_size) {
+              int sequences, int blocks, int block_size,  //
+              const u64* __restrict__ dropout_seed, const u64* __restrict__ dropout_offset, u32 dropout_threshold,
+              float dropout_factor) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the warp's number, and all that follows from it, is uniform.
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
@@ -207,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (kAlibi) row.slope = alibi_slopes[head * slopes_stride];
     if constexpr (kBias) row.bias = bias + batch * bias_batch + head * bias_head + query * bias_query;
     if constexpr (kMask) row.mask = mask + batch * mask_batch + head * mask_head + query * mask_query;
+    if constexpr (kDropout) row.dropout_row = static_cast<u32>(batch) * static_cast<u32>(heads) + static_cast<u32>(head);
     return row;
   };
   // This lane's rows: lane / 4 and lane / 4 + 8 of each row tile. Rows past the end take the last row's place unstored.
@@ -216,6 +226,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     return query_row(query_of(row), head_of(row));
   };
   const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
+  Dropout dropout{};
+  if constexpr (kDropout) dropout = {*dropout_seed, static_cast<u32>(*dropout_offset), dropout_threshold};
 
   // kPaged: where the keys of a tile lie, found a tile ahead. Two tiles' places, as one may still be read.
   OwnPlaces<kBlockKeys, kThreads> own_places;
@@ -284,9 +296,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (!warp_has_rows || end_key <= warp_begin || first_key >= warp_end) continue;
     const unsigned char* warp_queries = smem + warp * kWarpRows * QueryTile::kPitch;
     if (first_key < warp_common_begin || end_key > warp_common_end) {
-      attend_tile<true>(output, softmax, row_of, band, rules, exponent_scale, first_key, warp_queries, stage);
+      attend_tile<true>(output, softmax, row_of, band, rules, exponent_scale, first_key, warp_queries, stage,
+                        dropout);
     } else {
-      attend_tile<false>(output, softmax, row_of, band, rules, exponent_scale, first_key, warp_queries, stage);
+      attend_tile<false>(output, softmax, row_of, band, rules, exponent_scale, first_key, warp_queries, stage,
+                         dropout);
     }
   }
 
@@ -299,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     float factor = 1.0f;
     if (sinks != nullptr) factor = softmax[r].take_sink(sinks[head * sinks_stride]);
     factor *= softmax[r].normalizer();
+    if constexpr (kDropout) factor *= dropout_factor;
     if (row >= total_rows) continue;
     if (lse != nullptr && lane % 4 == 0)
       lse[lse_index(head, query)] = softmax[r].log_sum_exp();
@@ -342,8 +357,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const int query = query_of(block_row + r);
       const int head = head_of(block_row + r);
       Element* out_row = out + out_origin() + query * out_sequence + head * out_head;
+      const QueryRow<BiasElement> row = query_row(query, head);
+      const auto is_kept = [&](int key) { return !kDropout || !dropout.drops(key, query, row.dropout_row); };
       repair_row<Features, kPaged>(out_row, out_dim, value_row, v_dim, value_dim, range[0] * kBlockKeys,
-                                   (range[1] + 1) * kBlockKeys, query_row(query, head), band, rules);
+                                   (range[1] + 1) * kBlockKeys, row, band, rules, is_kept);
     }
   }
 }

@@ -19,6 +19,7 @@ struct QueryRow {
   float slope;              // ALiBi: subtracted from the logit for each step of distance
   const BiasElement* bias;  // where the row's bias and mask begin
   const u8* mask;
+  u32 dropout_row;  // batch * heads + head (attention/dropout.cuh)
 };
 
 // The numbers that are the same for all rows. Strides are in elements, along the key axis.

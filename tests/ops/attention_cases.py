@@ -11,11 +11,12 @@ import numpy as np
 import cki
 from cki import reference
 from cki.reference.attention import visible_keys
+from cki.reference.dropout import attention_keeps
 from tests.compare import assert_close
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
-TENSORS = ("bias", "mask", "sinks", "alibi_slopes")
+TENSORS = ("bias", "mask", "sinks", "alibi_slopes", "dropout_seed", "dropout_offset")
 
 
 def normal(shape: tuple[int, ...], dtype: Any, seed: int, scale: float = 1.0) -> np.ndarray:
@@ -36,7 +37,8 @@ def qkv(
 def plain(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool = False, causal_alignment: str = "bottom_right",
     scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, bias: Any = None,
-    mask: Any = None, sinks: Any = None, alibi_slopes: Any = None,
+    mask: Any = None, sinks: Any = None, alibi_slopes: Any = None, dropout_p: float = 0.0, dropout_seed: Any = None,
+    dropout_offset: Any = None, first_batch: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(out, lse) as one would compute them without thinking: whole matrices in fp32, weights rounded to v's type."""
     dtype = q.dtype
@@ -75,6 +77,12 @@ def plain(
             .astype(dtype)
             .astype(np.float32)
         )
+        if dropout_p:
+            batch, heads, queries, keys = weights.shape
+            rows = [first_batch * heads + row for row in range(batch * heads)]
+            options = (dropout_p, int(dropout_seed[0]), int(dropout_offset[0]))
+            kept = np.stack([attention_keeps(queries, keys, row, *options) for row in rows])
+            weights = weights * kept.reshape(weights.shape) / np.float32(1.0 - dropout_p)
         out = np.einsum("bhij,bjhd->bihd", weights, v, dtype=np.float32)
     return out.astype(dtype), lse
 

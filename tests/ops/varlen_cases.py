@@ -13,7 +13,10 @@ from tests.compare import assert_close
 from tests.ops.attention_cases import normal, plain
 from tests.ops.paged_cases import paged_cache
 
-TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "sinks", "alibi_slopes")
+TENSORS = (
+    "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table", "sinks", "alibi_slopes",
+    "dropout_seed", "dropout_offset",
+)  # fmt: skip
 
 
 def offsets(lengths: Any, dtype: Any = np.int32) -> np.ndarray:
@@ -77,8 +80,8 @@ def plain_varlen(tensors: dict[str, Any], **options: Any) -> tuple[np.ndarray, n
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, np.float32)
     if sinks is not None:
         lse[:] = np.asarray(sinks)[:, None]
-    for rows, one_q, one_k, one_v in sequences_of(tensors):
-        one_out, one_lse = plain(one_q, one_k, one_v, **options)
+    for b, (rows, one_q, one_k, one_v) in enumerate(sequences_of(tensors)):
+        one_out, one_lse = plain(one_q, one_k, one_v, first_batch=b, **options)
         out[rows], lse[:, rows] = one_out[0], one_lse[0]
     return out, lse
 
