@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
-from cki import dtypes
+from cki import cache, driver, dtypes
 from cki.device import DeviceInfo
 from cki.engine.device_memory import DeviceTensors
-from cki.launch import prepare
+from cki.kernel import KernelSpec
+from cki.launch import prepare, sim_kernel
 from cki.memory.views import CacheTensor
 from cki.operand import Operand
 from cki.plan import Plan, Step, TensorMapArg
@@ -48,6 +51,7 @@ class StepProgram:
         views = [tensor.view for tensor in self._kept]
         sizes = [view.size * view.dtype.itemsize for view in views]
         self._pointers = [view.ptr for view in views]
+        compile_together(plan, device)
         self._executable = prepare(plan, device, slots, sizes)
         self._device = device
         self._graph: object = None
@@ -75,7 +79,22 @@ class StepProgram:
             return
         from cupy_backends.cuda.api.runtime import graphLaunch
 
-        graphLaunch(self._graph.handle, stream)  # type: ignore[attr-defined]
+        with driver.on_device(self._device.index):
+            graphLaunch(self._graph.handle, stream)  # type: ignore[attr-defined]
+
+
+def compile_together(plan: Plan, device: DeviceInfo) -> None:
+    """Build a plan's kernels side by side, where they are not built yet: the compilers leave Python's lock alone."""
+    kernels = list(dict.fromkeys(step.kernel for step in plan.steps))
+
+    def build(kernel: KernelSpec) -> None:
+        if device.kind == "sim":
+            sim_kernel(kernel)
+        else:
+            cache.get(kernel, driver.native_arch(device.index))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, kernels))
 
 
 def _operands(step: Step) -> Iterator[Operand]:
