@@ -1,40 +1,51 @@
-"""TensorFlow tensors in eager mode: DLPack and a host synchronisation.
+"""TensorFlow's tensors; `cki.adapters.tensorflow.layer_norm` and so on: every public operation for TensorFlow.
 
-TensorFlow computes on a private stream.  `to_dlpack` blocks until that stream is idle, and `finish` blocks until
-our kernels are done, so every order is right and nothing is copied.  Outputs are TensorFlow's own memory, made by
-its `Empty` op: nothing of ours has to outlive the call.  Inside `tf.function` tensors are symbolic: refused by name.
+A public operation on TensorFlow's tensors is an operation of TensorFlow's own (`cki.adapters.tf_ops`): in eager mode,
+in a tf.function, in a saved model.  It runs on TensorFlow's compute stream and memory, and the host never waits.
+Inside a function with jit_compile=True it is a call of XLA's (`cki.adapters.tf_xla`).
+
+What remains (TensorFlow versions that export too little, `stream=`, `cki.capture`, a user's kernel called as it is)
+reads eager tensors by DLPack: `to_dlpack` blocks until TensorFlow's private stream is idle, and `finish` blocks until
+our kernels are done, so every order is right and nothing is copied.  Outputs are TensorFlow's own memory, made by its
+`Empty` op: nothing of ours has to outlive the call.
+
+The functions here, unlike those of `cki`, take NumPy arrays beside tensors, and `recompute_gradient=True`.  Both return
+the new values of what an operation writes (`append_kv`: the caches) behind its outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from cki import dtypes
-from cki.adapter import Adapter, IndirectAdapter, type_name
+import cki
+from cki import capture_state
+from cki.adapter import Adapter, IndirectAdapter, adapter_of, type_name
+from cki.adapters import gradient_tensorflow, tf_ops
+from cki.adapters.tf_types import DLPACK_TYPES, TO_TF, EagerTensor, as_tensor_or_variable
 from cki.dlpack import from_capsule
 from cki.dtypes import DType
-from cki.errors import InvalidTypeError
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from cki.memory.views import CacheTensor
+from cki.ops.bind import out_arguments, require_inputs
+from cki.ops.call import Planned, PlanRequest, call
+from cki.ops.spec import OpSpec
+from cki.ops.table import public_specs
 from cki.tensor import DeviceId, TensorView
 
-_FROM_TF = {
-    tf.float64: dtypes.f64, tf.float32: dtypes.f32, tf.float16: dtypes.f16, tf.bfloat16: dtypes.bf16,
-    tf.int64: dtypes.i64, tf.int32: dtypes.i32, tf.int16: dtypes.i16, tf.int8: dtypes.i8,
-    tf.uint64: dtypes.u64, tf.uint32: dtypes.u32, tf.uint16: dtypes.u16, tf.uint8: dtypes.u8, tf.bool: dtypes.bool_,
-}  # fmt: skip
-_TO_TF = {dtype.name: tf_dtype for tf_dtype, dtype in _FROM_TF.items()}
-_EagerTensor = type(tf.constant(0))
 _IN_GRAPH = (
     "CKI was called inside a tf.function or a Keras functional graph",
-    "call it in eager mode; calls inside tf.function need CKI's registered TensorFlow op, which is not part of this "
-    "version (tf.py_function would copy to the CPU)",
+    "only operations of CKI's table and those of cki.adapters.tensorflow.own_operation become part of a graph",
 )
 
 
 class TensorFlowAdapter(IndirectAdapter):
-    """Eager tensors, tf.Variable and Keras variables.  They are immutable here: no `out=`."""
+    """Tensors, tf.Variable and Keras variables.  They are immutable here: no `out=`."""
 
     name = "tensorflow"
 
@@ -43,14 +54,14 @@ class TensorFlowAdapter(IndirectAdapter):
             return [
                 f"{name} is a TensorFlow tensor, which is immutable; leave {name}= out and use the returned tensor"
             ]
-        if not tf.executing_eagerly():
+        if not tf.executing_eagerly() or not tf_ops.is_eager(as_tensor_or_variable(tensor)):
             return [f"{name}: {_IN_GRAPH[0]}; {_IN_GRAPH[1]}"]
         problems = []
         # Before anything else touches the tensor: to_dlpack of a string tensor aborts the process.
-        if tf.as_dtype(tensor.dtype) not in _FROM_TF:
+        if tf.as_dtype(tensor.dtype) not in DLPACK_TYPES:
             problems.append(
                 f"{name} is of dtype {tf.as_dtype(tensor.dtype).name}, which cannot pass; one of "
-                f"{', '.join(known.name for known in _FROM_TF)} (float8: tf.bitcast({name}, tf.uint8))"
+                f"{', '.join(known.name for known in DLPACK_TYPES)} (float8: tf.bitcast({name}, tf.uint8))"
             )
             return problems
         concrete = _concrete(tensor)
@@ -68,20 +79,33 @@ class TensorFlowAdapter(IndirectAdapter):
     def view(self, tensor: Any) -> TensorView:
         if type(tensor) is TensorView:
             return tensor
-        if tf.as_dtype(tensor.dtype) not in _FROM_TF:
+        if tf.as_dtype(tensor.dtype) not in DLPACK_TYPES:
             raise InvalidTypeError(f"TensorFlow dtype {tf.as_dtype(tensor.dtype).name} cannot pass")
+        if not tf_ops.is_eager(as_tensor_or_variable(tensor)):  # CKI_VALIDATE=1 would read values
+            raise InvalidTypeError("values were asked for of a symbolic tensor", self.check(tensor))
         concrete = _concrete(tensor)
         view = from_capsule(tf.experimental.dlpack.to_dlpack(concrete), concrete)
         view.readonly = True
         return view
 
+    def own_call(
+        self,
+        spec: OpSpec,
+        inputs: tuple[Any, ...],
+        attributes: tuple[Any, ...],
+        outs: tuple[Any, ...],
+        stream: Any,
+    ) -> Any:
+        return _call(spec, inputs, attributes, outs, stream, recompute_gradient=False)
+
     def empty(self, shape: tuple[int, ...], dtype: DType, like: Any, stream: int | None = None) -> Any:
         owner: Any = like.owner if type(like) is TensorView else (None, like)
         source = _concrete(owner[1])
-        tf_dtype = _TO_TF.get(dtype.name)
-        if tf_dtype is None:
+        tf_dtype = TO_TF.get(dtype.name)
+        if tf_dtype not in DLPACK_TYPES:
             raise InvalidTypeError(
-                f"TensorFlow tensors of {dtype} cannot pass", hint=f"one of {', '.join(_TO_TF)}"
+                f"TensorFlow tensors of {dtype} cannot pass",
+                hint=f"one of {', '.join(known.name for known in DLPACK_TYPES.values())}",
             )
         # The op takes its shape from host memory; making that tensor here takes a third of the time of passing a tuple.
         with tf.device("CPU:0"):
@@ -110,19 +134,14 @@ class TensorFlowAdapter(IndirectAdapter):
 
 def _concrete(tensor: Any) -> Any:
     """The eager tensor of a tensor, a tf.Variable or a Keras variable; all share memory."""
-    while not isinstance(tensor, _EagerTensor):
-        value = tensor.value
-        tensor = value() if callable(value) else value
-    return tensor
+    tensor = as_tensor_or_variable(tensor)
+    return tensor if isinstance(tensor, EagerTensor) else tensor.value()
 
 
 def adapter_for(cls: type, name: str) -> Adapter:
-    """The adapter for eager tensors and variables; symbolic, ragged and sparse tensors are refused."""
-    is_eager = issubclass(cls, _EagerTensor)
-    if issubclass(cls, tf.Tensor) and not is_eager:
-        raise InvalidTypeError(f"{name} is symbolic ({type_name(cls)}): {_IN_GRAPH[0]}", hint=_IN_GRAPH[1])
+    """The adapter for tensors and variables; ragged and sparse tensors are refused."""
     is_variable = issubclass(cls, tf.Variable) or cls.__module__.startswith("keras.")
-    if not is_eager and not is_variable:
+    if not issubclass(cls, tf.Tensor) and not is_variable:
         raise InvalidTypeError(
             f"{name} is a {type_name(cls)}, not a dense tensor",
             hint=f"tf.sparse.to_dense({name}) of a sparse tensor; {name}.to_tensor(), or its .values and "
@@ -132,3 +151,157 @@ def adapter_for(cls: type, name: str) -> Adapter:
 
 
 _ADAPTER = TensorFlowAdapter()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which way a call goes
+
+
+def _call(
+    spec: OpSpec, inputs: Sequence[Any], attributes: Sequence[Any], outs: Sequence[Any], stream: Any,
+    recompute_gradient: bool,
+) -> Any:  # fmt: skip
+    """The call as an operation of TensorFlow's, or NotImplemented where it goes by DLPack."""
+    if not tf.executing_eagerly():
+        _require_graph_arguments(spec, outs, stream)
+        if reason := tf_ops.missing():
+            raise UnsupportedError(
+                f"{spec.name} cannot be part of a tf.function here", [reason], "eager mode"
+            )
+        return tf_ops.bind(spec, inputs, attributes, recompute_gradient)
+    if stream is None and not capture_state.active and all(out is None for out in outs):
+        if not (reason := tf_ops.missing()):
+            result = tf_ops.bind(spec, inputs, attributes, recompute_gradient)
+            if result is not NotImplemented:
+                return result
+        else:
+            _warn(reason)
+    return _recorded(spec, inputs, attributes, outs, stream, recompute_gradient)
+
+
+def _recorded(
+    spec: OpSpec, inputs: Sequence[Any], attributes: Sequence[Any], outs: Sequence[Any], stream: Any,
+    recompute_gradient: bool,
+) -> Any:  # fmt: skip
+    """NotImplemented; under a gradient tape, which does not see kernels, the call with a gradient of ours."""
+    from tensorflow.python.eager import record
+
+    if not record.could_possibly_record():
+        return NotImplemented
+    for item, tensor in zip(spec.inputs, inputs):
+        if tensor is not None and adapter_of(tensor, item.name) is not _ADAPTER:
+            return NotImplemented  # refused there
+    tensors = [None if tensor is None else as_tensor_or_variable(tensor) for tensor in inputs]
+    run = functools.partial(_by_dlpack, spec, tuple(attributes), tuple(outs), stream)
+    return gradient_tensorflow.with_gradient(spec, tensors, attributes, run, recomputes=recompute_gradient)
+
+
+def _by_dlpack(spec: OpSpec, attributes: Any, outs: Any, stream: Any, *inputs: Any) -> Any:
+    from tensorflow.python.eager import record
+
+    with record.stop_recording():
+        return call(spec, inputs, attributes, outs, stream)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        "CKI runs on TensorFlow's tensors by DLPack: each call waits for TensorFlow's stream and for the kernel. "
+        f"Calls inside tf.function are not possible. {reason}",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+def _require_graph_arguments(spec: OpSpec, outs: Sequence[Any], stream: Any) -> None:
+    """Raise InvalidArgumentError where a call in a graph is given what TensorFlow decides itself."""
+    problems, hints = [], []
+    if stream is not None:
+        problems.append(f"stream is {stream!r}, but TensorFlow launches on its own stream")
+        hints.append("no stream=")
+    if any(out is not None for out in outs):
+        problems.append("an output tensor is given, but TensorFlow's tensors are immutable")
+        hints.append("no out=; use what is returned")
+    if problems:
+        raise InvalidArgumentError(f"{spec.name} inside a tf.function", problems, "; ".join(hints))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the public operations as functions of TensorFlow
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., Any]:
+    public = getattr(cki, name)
+
+    @functools.wraps(public)
+    def function(*args: Any, recompute_gradient: bool = False, **kwargs: Any) -> Any:
+        if kwargs.pop("stream", None) is not None:
+            raise InvalidArgumentError(
+                f"{name}: stream is given, but TensorFlow launches on its own", hint="no stream="
+            )
+        arguments = [_as_tensor(name, value) for value in args]
+        named = {key: _as_tensor(name, value) for key, value in kwargs.items()}
+        try:
+            public(*arguments, **named, stream=PlanRequest())
+        except Planned as planned:
+            found = planned
+        spec = found.spec
+        require_inputs(spec, found.inputs)
+        outs = [out for out, tensor in zip(out_arguments(spec), found.outs) if tensor is not None]
+        if outs:
+            raise InvalidArgumentError(
+                f"{name}: {', '.join(outs)} is given, but TensorFlow's tensors are immutable",
+                hint=f"no {outs[0]}=; use what is returned",
+            )
+        for item, tensor in zip(spec.inputs, found.inputs):
+            if tensor is not None and adapter_of(tensor, item.name) is not _ADAPTER:
+                raise InvalidTypeError(
+                    f"{name}: {item.name} is of type {type_name(type(tensor))}",
+                    hint="TensorFlow tensors or NumPy arrays",
+                )
+        result = _call(spec, found.inputs, found.attributes, (), None, bool(recompute_gradient))
+        return call(spec, found.inputs, found.attributes) if result is NotImplemented else result
+
+    return function
+
+
+def _as_tensor(operation: str, value: Any) -> Any:
+    """NumPy arrays as TensorFlow's tensors, also inside a cache's tuple."""
+    if isinstance(value, np.ndarray):
+        return tf.convert_to_tensor(value)
+    if isinstance(value, CacheTensor) or (
+        isinstance(value, tuple) and any(isinstance(item, CacheTensor) for item in value)
+    ):
+        raise InvalidTypeError(
+            f"{operation}: a cache of PagedKVCache, which is written in place; TensorFlow's tensors are immutable",
+            hint="(k_cache, v_cache) of TensorFlow's tensors; their new values are returned",
+        )
+    if type(value) in (tuple, list) and any(isinstance(item, np.ndarray) for item in value):
+        return tuple(_as_tensor(operation, item) for item in value)
+    return value
+
+
+def fused_attention(
+    x: Any, wq: Any, wk: Any, wv: Any, wo: Any, gamma: Any = None, beta: Any = None, num_heads: int = 16,
+    head_dim: int = 64, causal: bool = False, pre_ln: bool = True, epsilon: float = 1e-5, **others: Any,
+) -> Any:  # fmt: skip
+    """`cki.fused_attention` with the defaults of BERT-large's heads.
+
+    x: [batch, seq, hidden], f32, f16 or bf16; in a tf.function batch and seq may be unknown.  others: what
+    `cki.fused_attention` takes besides (mask, biases, num_kv_heads, ...), and recompute_gradient=True for training.
+    """
+    return _function("fused_attention")(
+        x, wq, wk, wv, wo, gamma, beta, num_heads=num_heads, head_dim=head_dim, causal=causal, pre_ln=pre_ln,
+        epsilon=epsilon, **others,
+    )  # fmt: skip
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name not in public_specs():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _function(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *public_specs()})

@@ -23,6 +23,7 @@ import numpy as np
 
 from cki import dtypes
 from cki.adapter import ALIGNMENT, adapter_of
+from cki.adapters import known_operations
 from cki.adapters.xla_ffi import Invocation
 from cki.device import device as use_device
 from cki.errors import CkiError
@@ -80,7 +81,8 @@ class XlaCall:
     @property
     def spec(self) -> OpSpec:
         """The operation's entry in the table."""
-        return public_specs()[self.operation]
+        found: OpSpec = known_operations.find(self.operation)
+        return found
 
     def checked(self) -> XlaCall:
         """The call with its attributes in their declared types.

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cki.errors import CkiError
+from cki.errors import CkiError, UnsupportedError
 
 _API_MAJOR = 0
 #: The newest minor version whose structures were compared with those below.
@@ -123,9 +123,27 @@ class _DestroyArguments(ctypes.Structure):
     _fields_ = [("struct_size", _Size), ("extension", _Pointer), ("error", _Pointer)]
 
 
+class _MessageArguments(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _Size), ("extension", _Pointer), ("error", _Pointer), ("message", ctypes.c_char_p),
+    ]  # fmt: skip
+
+
+class _RegisterArguments(ctypes.Structure):
+    """Only the last of the four stages is ours."""
+
+    _fields_ = [
+        ("struct_size", _Size), ("extension", _Pointer), ("name", _ByteSpan), ("platform", _ByteSpan),
+        ("instantiate", _Pointer), ("prepare", _Pointer), ("initialize", _Pointer), ("execute", _Pointer),
+        ("traits", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
 _Handler = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_CallFrame))
 _ErrorCreate = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_ErrorArguments))
 _ErrorDestroy = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DestroyArguments))
+_ErrorMessage = ctypes.CFUNCTYPE(None, ctypes.POINTER(_MessageArguments))
+_Register = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_RegisterArguments))
 _StreamGet = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_StreamArguments))
 _OrdinalGet = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_OrdinalArguments))
 
@@ -183,6 +201,44 @@ def make_handler(
         return None
 
     return _Handler(handler)
+
+
+def api_version(address: int) -> tuple[int, int]:
+    """The version of the function table at an address; UnsupportedError where it is none that is known here."""
+    api = _Api.from_address(address)
+    version = api.version.major, api.version.minor
+    needed = _Api.stream_get.offset + _Api.stream_get.size
+    if version[0] != _API_MAJOR or not 1 <= version[1] <= _KNOWN_MINOR or api.struct_size < needed:
+        raise UnsupportedError(
+            f"this XLA speaks FFI {version[0]}.{version[1]} with a table of {api.struct_size} bytes; CKI knows "
+            f"{_API_MAJOR}.1 to {_API_MAJOR}.{_KNOWN_MINOR}, of at least {needed} bytes"
+        )
+    return version
+
+
+def register(address: int, name: str, platform: str, handler: Any) -> None:
+    """Make a handler known to the XLA whose function table lies at an address.
+
+    platform: "Host" or "CUDA".  UnsupportedError with XLA's words where it refuses.
+    """
+    api = _Api.from_address(address)
+    target, place = name.encode(), platform.encode()
+    arguments = _RegisterArguments(
+        _RegisterArguments.traits.offset + 4, None, _span(target), _span(place), None, None, None,
+        ctypes.cast(handler, _Pointer), 0,
+    )  # fmt: skip
+    error = _Register(api.handler_register)(ctypes.byref(arguments))
+    if not error:
+        return
+    message = _MessageArguments(ctypes.sizeof(_MessageArguments), None, error, None)
+    _ErrorMessage(api.error_get_message)(ctypes.byref(message))
+    text = (message.message or b"").decode("utf-8", "replace")
+    _failed(api, error)
+    raise UnsupportedError(f"XLA does not take a handler for {platform}: {text}")
+
+
+def _span(text: bytes) -> _ByteSpan:
+    return _ByteSpan(ctypes.cast(ctypes.c_char_p(text), _Pointer), len(text))
 
 
 class Activity:

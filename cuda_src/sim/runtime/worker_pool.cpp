@@ -1,6 +1,7 @@
 // A worker sleeps on a semaphore of its own until it is handed a task.
 #include "worker_pool.h"
 
+#include <cfenv>
 #include <memory>
 #include <mutex>
 #include <pthread.h>
@@ -17,6 +18,22 @@ void sleep_until_posted(sem_t& semaphore) {
   }
 }
 
+// A GPU keeps denormal numbers and rounds to nearest, whatever the caller's thread does: TensorFlow runs CPU kernels with
+// denormals flushed to zero, and a new thread inherits that.
+class DeviceArithmetic {
+ public:
+  DeviceArithmetic() {
+    std::fegetenv(&callers_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DeviceArithmetic() { std::fesetenv(&callers_); }
+  DeviceArithmetic(const DeviceArithmetic&) = delete;
+  DeviceArithmetic& operator=(const DeviceArithmetic&) = delete;
+
+ private:
+  std::fenv_t callers_;
+};
+
 struct Worker {
   sem_t start, done;
   const std::function<void(unsigned)>* work = nullptr;
@@ -26,6 +43,7 @@ struct Worker {
     sem_init(&start, 0, 0);
     sem_init(&done, 0, 0);
     std::thread([this] {
+      const DeviceArithmetic arithmetic;
       for (;;) {
         sleep_until_posted(start);
         (*work)(number);
@@ -73,7 +91,10 @@ void run_on_threads(unsigned count, const std::function<void(unsigned)>& work) {
     sem_post(&worker->start);
     workers.push_back(worker);
   }
-  work(0);
+  {
+    const DeviceArithmetic arithmetic;
+    work(0);
+  }
   for (Worker* worker : workers) sleep_until_posted(worker->done);
   if (workers.empty()) return;
   Pool& p = the_pool();

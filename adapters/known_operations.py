@@ -1,0 +1,41 @@
+"""Operations by the names under which programs of a framework call them.
+
+Those of the table go by their own name, in every process.  Others (of one model, of a user's kernel) are known to this
+process alone, by a name made for them.
+"""
+
+from __future__ import annotations
+
+from cki.errors import CkiError
+from cki.ops.spec import OpSpec
+from cki.ops.table import public_specs
+
+_local: dict[str, OpSpec] = {}
+
+
+def is_public(spec: OpSpec) -> bool:
+    """Whether an operation is one of the table."""
+    return public_specs().get(spec.name) is spec
+
+
+def name_of(spec: OpSpec) -> str:
+    """The name by which programs call an operation, which is known from now on."""
+    if is_public(spec):
+        return spec.name
+    name = f"{spec.name}@{id(spec):x}"
+    _local[name] = spec  # kept, so no other operation gets its address
+    return name
+
+
+def find(name: str) -> OpSpec:
+    """The operation of that name; CkiError where there is none."""
+    found = public_specs().get(name) or _local.get(name)
+    if found is None:
+        plain, _, is_local = name.partition("@")
+        why = (
+            "a program that calls cki.Encoder or a kernel of cki.load runs only in the process that traced it"
+            if is_local
+            else "the program was made by another version of CKI: clear the cache, or the model, that it is from"
+        )
+        raise CkiError(f"CKI has no operation {plain!r} here; {why}")
+    return found
