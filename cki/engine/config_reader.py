@@ -17,6 +17,8 @@ from cki.errors import UnsupportedError
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "f32": "f32", "f16": "f16", "bf16": "bf16"}
 _GATED = ("silu", "gelu", "gelu_tanh")
 _WINDOW = 4096  # transformers' default for Mistral and Qwen
+_MOST = 2**31 - 1
+_MOST_LAYERS = 10_000  # more are a broken file, and would take memory before that is found out
 _LLAMA_ENDS = {"bos_token_id": 1, "eos_token_id": 2}  # transformers' default for Llama and Mistral
 
 
@@ -43,7 +45,7 @@ class _Reader:
                 f"one of {', '.join(ARCHITECTURES)} (SmolLM2, Llama 2 and 3, TinyLlama, ... are llama)",
             )  # fmt: skip
         hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
-        layers = self._count("num_hidden_layers")
+        layers = self._count("num_hidden_layers", most=_MOST_LAYERS)
         kv_heads = self._count("num_key_value_heads", heads)
         head_dim = self._head_dim(hidden, heads, 128 if kind == "qwen3" else None)
         if heads % kv_heads:
@@ -93,16 +95,16 @@ class _Reader:
     def _note_missing(self, name: str) -> None:
         self._problems.note(f"{self._name(name)} is missing")
 
-    def _count(self, name: str, default: int | None = None) -> int:
-        """A whole number of 1 or more."""
+    def _count(self, name: str, default: int | None = None, most: int = _MOST) -> int:
+        """A whole number of 1 to `most`."""
         value = self._values.get(name)
         if value is None:
             if default is None:
                 self._note_missing(name)
             return default or 1
-        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31:
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
             return value
-        self._problems.note(f"{self._name(name)} is {value!r}, not a whole number of 1 or more")
+        self._problems.note(f"{self._name(name)} is {value!r}, not a whole number of 1 to {most}")
         return 1
 
     def _number(self, name: str, default: float, values: Mapping[str, Any] | None = None) -> float:
@@ -211,9 +213,10 @@ class _Reader:
             return rope
         scaling = self._scaling(kind, given, max_position)
         if kind == "linear":
-            rope["max_position"] = int(max_position * scaling.factor)
+            rope["max_position"] = int(min(max_position * scaling.factor, _MOST))
         if kind == "yarn":
-            rope["max_position"] = max(max_position, int(scaling.original_max_position * scaling.factor))
+            stretched = int(min(scaling.original_max_position * scaling.factor, _MOST))
+            rope["max_position"] = max(max_position, stretched)
         return rope | {"rope_scaling": scaling}
 
     def _scaling(self, kind: str, given: Mapping[str, Any], max_position: int) -> RopeScaling:
@@ -225,8 +228,8 @@ class _Reader:
             stated = (
                 outer if outer is not None else given.get("original_max_position_embeddings", max_position)
             )
-            if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
-                self._problems.note(f"original_max_position_embeddings is {stated!r}, not 1 or more")
+            if not isinstance(stated, int) or isinstance(stated, bool) or not 1 <= stated <= _MOST:
+                self._problems.note(f"original_max_position_embeddings is {stated!r}, not 1 to {_MOST}")
             else:
                 original = stated
         if given.get("factor") is None and kind != "yarn":

@@ -53,8 +53,14 @@ def floats(blocks: Array, kind: BlockType) -> Array:
         return blocks.view(plain)
     rows, row_bytes = blocks.shape
     blocks = blocks.reshape(rows, row_bytes // kind.bytes, kind.bytes)
+    with np.errstate(over="ignore", invalid="ignore"):  # a broken file's scales may be infinite
+        return _scaled(blocks, kind).reshape(rows, -1)
+
+
+def _scaled(blocks: Array, kind: BlockType) -> Array:
+    """u8 [rows, blocks, bytes] to f32 [rows, blocks, elements]."""
     scale = blocks[:, :, :2].view("<f2").astype(np.float32)
-    values = np.empty((rows, blocks.shape[1], kind.elements), np.float32)
+    values = np.empty((*blocks.shape[:2], kind.elements), np.float32)
     if kind.name == "Q8_0":
         np.multiply(blocks[:, :, 2:].view(np.int8), scale, out=values, dtype=np.float32)
     else:
@@ -66,4 +72,4 @@ def floats(blocks: Array, kind: BlockType) -> Array:
         values *= scale
         if kind.name == "Q4_1":
             values += blocks[:, :, 2:4].view("<f2").astype(np.float32)
-    return values.reshape(rows, -1)
+    return values

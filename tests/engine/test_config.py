@@ -106,6 +106,7 @@ def test_longest_sequence_grows_with_the_scaling():
     assert longest(SCALINGS["linear"]) == 320
     assert longest(LLAMA3) == 128  # already what scaling led to
     assert longest(YARN) == 256
+    assert longest(YARN | {"factor": 1e300}) == longest({"type": "linear", "factor": 1e300}) == 2**31 - 1
 
 
 def test_what_is_left_out_is_as_in_transformers():
@@ -177,7 +178,8 @@ def test_special_tokens():
     ("changes", "said"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, not a whole number of 1 or more"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, not a whole number of 1 to 10000"),
+        ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824, not a whole number of 1 to 10000"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"intermediate_size": 96.0}, "intermediate_size is 96.0"),
