@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from cki.engine.config import ModelConfig, RopeScaling
 from cki.engine.names import expected_weights
+from cki.engine.token_stream import TokenStream
 
 LLAMA = ModelConfig(
     architecture="llama", hidden_size=64, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=16,
@@ -17,27 +19,13 @@ LLAMA = ModelConfig(
     sliding_window=None, window_layers=(False, False), activation="silu", dtype="f32", bos_id=1, eos_ids=(2,),
     pad_id=None,
 )  # fmt: skip
-MISTRAL = replace(
-    LLAMA, architecture="mistral", sliding_window=7, window_layers=(True, False), tie_word_embeddings=False
-)
-QWEN2 = replace(
-    LLAMA,
-    architecture="qwen2",
-    attention_bias=True,
+#: Everything that Llama does not have.
+FULL = replace(
+    LLAMA, architecture="qwen3", num_layers=3, tie_word_embeddings=False, attention_bias=True,
+    attention_output_bias=True, mlp_bias=True, qk_norm=True, sliding_window=7, window_layers=(True, False, True),
     rope_scaling=RopeScaling("yarn", 4.0, original_max_position=64),
-)
-QWEN3 = replace(
-    LLAMA, architecture="qwen3", qk_norm=True, tie_word_embeddings=False, head_dim=32, num_heads=4, num_kv_heads=4,
-    rope_scaling=RopeScaling("llama3", 8.0, original_max_position=64),
 )  # fmt: skip
-BIASED = replace(
-    LLAMA,
-    attention_bias=True,
-    attention_output_bias=True,
-    mlp_bias=True,
-    rope_scaling=RopeScaling("linear", 2.0),
-)
-MODELS = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "biased": BIASED}
+MODELS = {"llama": LLAMA, "full": FULL}
 
 
 def random_weights(config: ModelConfig, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -54,3 +42,21 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: Any = np.float32) 
             values /= np.sqrt(shape[-1])
         weights[name] = values.astype(np.float32).astype(dtype)
     return weights
+
+
+class Letters:
+    """A tokenizer of 128 tokens: the characters by their codes, 0 to 2 are special."""
+
+    bos_id, eos_ids, vocab_size, has_chat = 1, (2,), 128, True
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [*([1] if special else []), *map(ord, text)]
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        return "".join(chr(token) for token in ids if token > 2)
+
+    def stream(self) -> TokenStream:
+        return TokenStream(self.decode)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **variables: object) -> str:
+        return "".join(f"{m['role']}:{m['content']}\n" for m in messages)

@@ -1,0 +1,117 @@
+"""A decoder's steps against the float64 definition: prefill in parts, decoding, mixed batches, every feature."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cki import dtypes
+from cki.device import DeviceInfo, sim_device
+from cki.engine.model import DecoderModel, ModelLimits, RowSampling, StepRow, bucket
+from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
+from cki.reference.decoder import decoder
+from tests.engine.tiny import LLAMA, MODELS, random_weights
+
+LIMITS = ModelLimits(max_sequences=8, max_step_tokens=64, max_length=100)
+
+
+def model_of(config, weights, device: DeviceInfo, dtype=dtypes.f32):
+    return DecoderModel(config, weights, dtype=dtype, device=device, block_size=4, limits=LIMITS)
+
+
+def logits_of(model, result, rows):
+    """Of a step's rows, once it is done; the tokens it chose are the largest ones'."""
+    tokens = result.wait().tokens
+    logits = model.logits().numpy()[:rows].astype(np.float64)
+    assert np.array_equal(tokens, logits.argmax(1))
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_have_the_logits_of_the_definition(device, name):
+    config = MODELS[name]
+    weights = random_weights(config)
+    model = model_of(config, weights, device.info)
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(0, config.vocab_size, n).tolist() for n in (13, 5, 22)]
+    truth = [decoder(weights, config, np.array(tokens)) for tokens in ids]
+    sequences = [model.cache.allocate_sequence() for _ in ids]
+    done = [0, 0, 0]
+
+    def step(kind, counts):
+        rows, expected = [], []
+        for number, count in counts.items():
+            rows.append(StepRow(sequences[number], ids[number][done[number] : done[number] + count]))
+            done[number] += count
+            expected.append(truth[number][done[number] - 1])
+        logits = logits_of(model, kind(rows), len(rows))
+        assert np.abs(logits - expected).max() < 2e-6 * np.abs(truth[0]).max()
+
+    step(model.prefill, {2: 10, 0: 9, 1: 1})
+    step(model.prefill, {2: 8, 0: 1})
+    step(model.decode, {1: 1, 2: 1})
+    step(model.decode, {0: 1, 1: 1, 2: 1})
+    step(model.prefill, {1: 2, 0: 1, 2: 1})
+    step(model.decode, {0: 1, 2: 1})
+    assert done == [13, 5, 22]
+
+
+def test_a_chained_step_takes_the_tokens_that_the_device_chose(device):
+    weights = random_weights(LLAMA)
+    model = model_of(LLAMA, weights, device.info)
+    prompts = [[5, 9, 77, 3], [8, 8]]
+    sequences = [model.cache.allocate_sequence() for _ in prompts]
+    first = model.prefill([StepRow(s, p) for s, p in zip(sequences, prompts)]).wait().tokens
+    steps = [model.decode([StepRow(s, [t]) for s, t in zip(sequences, first)])]
+    for _ in range(2):  # launched before the results of the one before are read
+        steps.append(model.decode([StepRow(s, [-1]) for s in sequences], chained=True))
+    later = [result.wait().tokens for result in steps[1:]]
+    tokens = [[*p, int(t)] for p, t in zip(prompts, first)]
+    for _ in range(3):
+        for one in tokens:
+            one.append(int(decoder(weights, LLAMA, np.array(one))[-1].argmax()))
+    assert np.array_equal(later, np.array([one[-2:] for one in tokens]).T)
+
+
+def test_sampling_parameters_are_each_row_s_own(device):
+    """Rows differ in temperature, seed and memory; their tokens are those of the definition on the step's logits."""
+    from cki.reference.sampling import sample_tokens
+
+    model = model_of(LLAMA, random_weights(LLAMA), device.info)
+    prompts = [[5, 9, 77, 3], [8, 8], [1, 2, 3]]
+    sampling = [
+        RowSampling(1.5, 20, 0.9, 0.01, seed=-3),
+        RowSampling(),
+        RowSampling(0.7, 0, 1.0, 0.0, 1.5, 9, 1, 4),
+    ]
+    sequences = [model.cache.allocate_sequence() for _ in prompts]
+    model.remember(1, prompts[2])
+    result = model.prefill([StepRow(*row) for row in zip(sequences, prompts, sampling)]).wait()
+    seen = np.zeros((2, 4), np.uint32)
+    seen[1, 0] = 0b1110
+    fields = {
+        name: np.array([getattr(s, name) for s in sampling])
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "seen_rows")
+    }
+    steps = np.array([len(prompt) for prompt in prompts])
+    tokens, logprobs = sample_tokens(model.logits().numpy()[:3], **fields, seen=seen, step=steps)
+    assert np.array_equal(result.tokens, tokens)
+    assert np.allclose(result.logprobs, logprobs, atol=1e-5)
+    assert result.top_logprobs is not None
+    assert np.all(np.diff(result.top_logprobs[2, :4]) <= 0)
+
+
+def test_buckets_hold_what_they_are_for_and_waste_little():
+    for count in range(1, 3000):
+        size = bucket(count, 4096)
+        assert size >= count
+        assert size <= max(2 * count - 1, 1) if count <= 64 else size <= 1.26 * count
+    assert len({bucket(count, 4096) for count in range(1, 4097)}) < 40
+    assert bucket(60, 50) == 50
+
+
+def test_a_step_s_launches_are_few():
+    planner = DecoderPlanner(LLAMA, dtypes.bf16, CacheGeometry(64, 16, 8), 128, 8)
+    plan = planner.plan(StepShape(1, 1, True), sim_device("sm_90a"))
+    per_layer = (len(plan.steps) - 4) / LLAMA.num_layers  # embedding, norm, head and sampling are the four
+    assert per_layer <= 10
