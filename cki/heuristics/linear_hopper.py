@@ -29,6 +29,8 @@ from cki.heuristics.linear import block_count, choose_tile, modelled_time
 #: Elements of K in a stage, and bytes of a row of it: one swizzled row of 16-bit elements.
 STAGE_DEPTH = 64
 _ROW_BYTES = 128
+#: Columns to which a row's statistics belong (cuda_src/gemm/hopper/row_norm.cuh): a warp's slab.
+STATISTICS_COLUMNS = 64
 #: Two buffers of 16 rows x 64 columns for each of eight warps.
 _OUTPUT_BYTES = 8 * 2 * 16 * _ROW_BYTES
 _BARRIER_BYTES = 16  # of a stage
@@ -101,6 +103,14 @@ CANDIDATES = (
 )  # fmt: skip
 
 
+def norm_fits(tile: HopperTile, norm: str | None) -> bool:
+    """Whether the kernel can normalise rows of x ("layer", "rms") or of the residual on the way, with this tile.
+
+    The blocks that normalise a row need all of its K.  For a layer norm of x, tiles of 256 columns leave no registers.
+    """
+    return norm is None or (tile.split == 1 and (norm != "layer" or tile.block_n <= 128))
+
+
 def tile_count(tile: HopperTile, rows: int, columns: int) -> int:
     """Tiles of a rows x columns result."""
     return -(-rows // tile.block_m) * -(-columns // tile.block_n)
@@ -161,17 +171,19 @@ def choose_hopper_tile(
 
 def preferred_hopper_tile(
     rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False,
-    gated: bool = False,
+    gated: bool = False, norm: str | None = None,
 ) -> HopperTile | None:  # fmt: skip
     """The tile when the kernel is the better choice for a product of 16-bit elements that asks for none; else None.
 
     It must be so for a launch that follows no other too: small products keep the generic kernel.
     gated: columns are gates and ups, of which every consumer needs whole 64.
+    norm: "layer", "rms" or "residual": what is normalised on the way, see `norm_fits`.
     """
     among = [
         tile
         for tile in TILES
-        if not gated or (tile.split == 1 and not tile.shares_columns and tile.block_n >= 128)
+        if (not gated or (tile.split == 1 and not tile.shares_columns and tile.block_n >= 128))
+        and norm_fits(tile, norm)
     ]
     tile = choose_hopper_tile(
         rows, columns, depth, device, activation=activation, residual=residual, among=among

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from cki import dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
+from cki.errors import UnsupportedError
 from cki.heuristics.linear import (
     ACTIVATIONS,
     MAX_EXTENT,
@@ -36,6 +37,7 @@ from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.ops import linear_hopper, linear_skinny
 from cki.ops.call import call
+from cki.ops.linear_hopper import RowNorm
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
@@ -82,13 +84,36 @@ class Part(NamedTuple):
 def plan_linear(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
     activation: str | None = None, weight_layout: str = "in_out", tile: Tile | HopperTile | SkinnyTile | None = None,
+    norm: RowNorm | None = None, statistics: Operand | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """Steps of one linear layer over operands (see `linear`).
 
     tile: instead of the heuristic's choice.  A SkinnyTile selects the kernel for few rows; a HopperTile the one for
-    sm_90a.
+    sm_90a.  norm, statistics: see `plan_linear_hopper`; UnsupportedError where `fused_norm_tile` finds no tile.
     """
     access = _access(w, weight_layout)
+    if norm is not None or statistics is not None:
+        tile = tile or fused_norm_tile(
+            x, w, residual, y, device, activation=activation, weight_layout=weight_layout,
+            norm=None if norm is None else norm.kind, statistics=statistics is not None,
+        )  # fmt: skip
+        if not isinstance(tile, HopperTile):
+            raise UnsupportedError(
+                "linear: norms of rows", ["only the Hopper kernel computes them"], "a norm of its own"
+            )
+        return linear_hopper.plan_linear_hopper(
+            x,
+            w,
+            bias,
+            residual,
+            y,
+            device,
+            access,
+            tile,
+            activation=activation,
+            norm=norm,
+            statistics=statistics,
+        )
     if tile is None:
         tile = linear_skinny.preferred(x, w, residual, y, device, access)
     if tile is None:
@@ -102,6 +127,19 @@ def plan_linear(
             x, w, bias, residual, y, device, access, tile, activation=activation
         )
     return _plan(x, [Part(w, bias)], residual, y, device, activation, weight_layout, tile)
+
+
+def fused_norm_tile(
+    x: Operand, w: Operand, residual: Operand | None, y: Operand, device: DeviceInfo, *, activation: str | None = None,
+    weight_layout: str = "in_out", norm: str | None = None, statistics: bool = False,
+) -> HopperTile | None:  # fmt: skip
+    """The tile with which a product normalises rows or stores their statistics, where that is the way to take."""
+    access = _access(w, weight_layout)
+    if linear_skinny.preferred(x, w, residual, y, device, access) is not None:
+        return None
+    return linear_hopper.preferred(
+        x, w, residual, y, device, access, activation, norm=norm, statistics=statistics
+    )
 
 
 def plan_linear_parts(

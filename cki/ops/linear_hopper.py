@@ -17,22 +17,49 @@ from cki.heuristics.linear_hopper import (
     LAUNCH_REGISTERS,
     REGISTER_SHARES,
     STAGE_DEPTH,
+    STATISTICS_COLUMNS,
     HopperTile,
     beats_generic,
     choose_hopper_tile,
+    norm_fits,
     preferred_hopper_tile,
 )
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
-from cki.operand import Operand
+from cki.operand import Operand, dense
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 _ARCH = "sm_90a"
-_PARAMS = "TTTPPPiiiiiqqqqq"
+_PARAMS = "TTTPPPiiiiiqqqqqPfPPPPqqq"
 #: Rows of a store by TMA: a warp's.
 _STORE_ROWS = 16
 #: Tile numbers are 32-bit, and step past the last by two rounds of blocks.
 _MAX_TILES = 2**31 - 2**20
+
+
+#: The numbers of RowNorm in cuda_src/gemm/hopper/row_norm.cuh, by what is normalised.
+_ROW_NORMS = {None: 0, "layer": 1, "rms": 2, "residual": 3}
+
+
+class RowNorm(NamedTuple):
+    """Rows that a product normalises as it reads them, by the statistics that another has stored.
+
+    kind: "layer" or "rms", of x, whose weight a layer norm wants with columns that sum to zero (`cki.prepare`); or
+    "residual", the layer norm of the residual, with gamma [N] of the bias's type (of x's without one); the norm's beta
+    is a part of the bias.
+    statistics: [rows, ceil(columns / 64), 2], f32, dense.
+    """
+
+    kind: str
+    statistics: Operand
+    epsilon: float
+    gamma: Operand | None = None
+
+
+def statistics_operand(slot: str, rows: int, columns: int, offset: int = 0, alignment: int = 256) -> Operand:
+    """Statistics of rows x columns elements in a slot of memory: mean and sum of squared deviations of each 64."""
+    shape = (rows, -(-columns // STATISTICS_COLUMNS), 2)
+    return dense(slot, shape, dtypes.f32, offset=offset, alignment=alignment)
 
 
 class Gates(NamedTuple):
@@ -69,13 +96,13 @@ def hopper_obstacles(
 
 def preferred(
     x: Operand, w: Operand, residual: Operand | None, y: Operand, device: DeviceInfo, access: WeightAccess,
-    activation: str | None = None, *, gated: bool = False,
+    activation: str | None = None, *, gated: bool = False, norm: str | None = None, statistics: bool = False,
 ) -> HopperTile | None:  # fmt: skip
     """The tile when this kernel can and should compute the product, else None.  access: how w is read.
 
-    gated: w has twice y's columns.
+    gated: w has twice y's columns.  norm: a `RowNorm`'s kind.  statistics: those of y's rows are wanted.
     """
-    if y.size == 0 or device.arch != _ARCH:
+    if y.size == 0 or device.arch != _ARCH or (statistics and not _stores_by_tma(y)):
         return None
     batches = row_batches([t for t in (x, residual, y) if t is not None])
     columns = y.shape[-1] * (2 if gated else 1)
@@ -83,8 +110,19 @@ def preferred(
         return None
     return preferred_hopper_tile(
         batches[0].rows, columns, x.shape[-1], device, activation=activation is not None,
-        residual=residual is not None, gated=gated,
+        residual=residual is not None, gated=gated, norm=norm,
     )  # fmt: skip
+
+
+def _stores_by_tma(y: Operand) -> bool:
+    """Whether TMA, which writes whole units of 16 bytes, can store y's rows.  They lie evenly in memory."""
+    row_stride = row_batches([y])[0].strides[0][2]
+    columns = y.shape[-1]
+    step = 1 if columns == 1 else y.strides[-1]
+    rows = y.size // columns
+    return columns * y.dtype.itemsize % 16 == 0 and not _row_obstacles(
+        "y", y, columns, step, row_stride, rows
+    )
 
 
 def _halves_obstacles(y: Operand, access: WeightAccess) -> list[str]:
@@ -134,10 +172,12 @@ def _tensor_map(tensor: Operand, inner: int, outer: int, stride: int, box: tuple
 def plan_linear_hopper(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo,
     access: WeightAccess, tile: HopperTile, *, activation: str | None = None, gates: Gates | None = None,
+    norm: RowNorm | None = None, statistics: Operand | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch; none for an empty result.  access: how w is read.  UnsupportedError names every obstacle.
 
     gates: y is a gated activation of a product with w, which has twice y's columns.
+    norm: rows of x or residual are normalised on the way.  statistics: where those of y's rows go.
     """
     if y.size == 0:
         return ()
@@ -162,6 +202,9 @@ def plan_linear_hopper(
         obstacles += _halves_obstacles(y, access)
     if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
         obstacles.append(f"tiles {tile}: a consumer needs gates and ups of whole 64 columns, over all of K")
+    obstacles += _norm_obstacles(tile, bias, residual, y, norm, gates)
+    if statistics is not None and not _stores_by_tma(y):
+        obstacles.append("statistics of rows that are not whole units of 16 bytes")
     if obstacles:
         raise UnsupportedError("linear: the Hopper kernel", obstacles, "the generic kernel")
     (batch,) = batches
@@ -174,16 +217,15 @@ def plan_linear_hopper(
     residual_stride = residual_strides[0] if residual_strides else 0
     y_step = 1 if columns == 1 else y.strides[-1]
     residual_step = 1 if residual is None or columns == 1 else residual.strides[-1]
-    # TMA stores write whole units of 16 bytes, also at the end of a row.
-    whole_units = columns * y.dtype.itemsize % 16 == 0
-    tma_store = whole_units and not _row_obstacles("y", y, columns, y_step, y_stride, rows)
+    tma_store = _stores_by_tma(y)
     kernel = hopper_kernel(
         x.dtype, tile, bias=None if bias is None else bias.dtype, activation=activation, residual=residual is not None,
         along_n=access.along_n, tma_store=tma_store,
         pair_y=tma_store or pair_access(y, y_step, (y_stride,)),
-        pair_bias=bias is not None and pair_access(bias, bias.strides[0], () if gates is None else (columns,)),
+        pair_bias=bias is None or pair_access(bias, bias.strides[0], () if gates is None else (columns,)),
         gated=gates is not None,
         pair_residual=residual is not None and pair_access(residual, residual_step, (residual_stride,)),
+        norm=None if norm is None else norm.kind, statistics=statistics is not None,
     )  # fmt: skip
     x_map = _tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.block_m))
     if access.along_n:
@@ -198,6 +240,8 @@ def plan_linear_hopper(
         x_map, w_map, y_map, bias or NullPointer(), residual or NullPointer(), y, rows, columns, depth,
         *(gates or (0, 0)),
         1 if bias is None else bias.strides[0], residual_stride, residual_step, y_stride, y_step,
+        *_norm_arguments(norm, statistics), x, w, x_stride,
+        *((access.stride, access.column_stride) if access.along_n else (access.column_stride, access.stride)),
     )  # fmt: skip
     if tile.split > 1:  # its blocks have one tile
         blocks = tiles * tile.split
@@ -219,7 +263,8 @@ def plan_linear_hopper(
 def hopper_kernel(
     dtype: DType, tile: HopperTile, *, bias: DType | None = None, activation: str | None = None,
     residual: bool = False, along_n: bool = True, tma_store: bool = True, pair_y: bool = True,
-    pair_bias: bool = True, pair_residual: bool = True, gated: bool = False,
+    pair_bias: bool = True, pair_residual: bool = True, gated: bool = False, norm: str | None = None,
+    statistics: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration."""
     producer, consumer = REGISTER_SHARES
@@ -228,12 +273,45 @@ def hopper_kernel(
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
         kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated, kWeightAlongN=along_n,
-        kTmaStore=tma_store,
+        kRowNorm=_ROW_NORMS[norm], kStatistics=statistics, kTmaStore=tma_store,
         kVectorY=2 if pair_y else 1,
-        kVectorBias=2 if bias is not None and pair_bias else 1,
+        kVectorBias=2 if (bias is not None or norm == "residual") and pair_bias else 1,
         kVectorResidual=2 if residual and pair_residual else 1,
         kProducerRegisters=producer, kConsumerRegisters=consumer,
     )  # fmt: skip
+
+
+def _norm_obstacles(
+    tile: HopperTile, bias: Operand | None, residual: Operand | None, y: Operand, norm: RowNorm | None,
+    gates: Gates | None,
+) -> list[str]:  # fmt: skip
+    """Why the rows cannot be normalised on the way."""
+    if norm is None:
+        return []
+    found = []
+    if not norm_fits(tile, norm.kind):
+        found.append(
+            f"tiles {tile}: rows are normalised by blocks with all of K, for a layer norm of <= 128 columns"
+        )
+    if gates is not None and norm.kind != "rms":
+        found.append("a gated layer normalises no rows but by their root mean square")
+    if norm.kind != "residual":
+        return found
+    if residual is None or norm.gamma is None:
+        found.append("a residual to normalise needs gamma")
+    elif norm.gamma.dtype != (y.dtype if bias is None else bias.dtype) or not norm.gamma.is_contiguous():
+        found.append("the residual's gamma is not dense, of the bias's type")
+    elif not pair_access(norm.gamma, 1, ()):
+        found.append("the residual's gamma does not begin at a pair of elements")
+    return found
+
+
+def _norm_arguments(norm: RowNorm | None, statistics: Operand | None) -> tuple[ArgumentValue, ...]:
+    """Statistics that are read, epsilon, gamma, statistics that are written."""
+    absent = NullPointer()
+    if norm is None:
+        return (absent, 0.0, absent, statistics or absent)
+    return (norm.statistics, norm.epsilon, norm.gamma or absent, statistics or absent)
 
 
 def representative_specs() -> list[KernelSpec]:
@@ -257,4 +335,9 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(bf16, HopperTile(128, 128, 6, True), activation="silu", gated=True),
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, activation="gelu", along_n=False, gated=True),
         hopper_kernel(f16, HopperTile(64, 128, 8, split=2), bias=f16, residual=True, along_n=False),
+        hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", along_n=False),
+        hopper_kernel(bf16, HopperTile(128, 256, 4), bias=f32, activation="gelu", norm="layer"),
+        hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),
+        hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, residual=True, statistics=True, along_n=False),
+        hopper_kernel(bf16, HopperTile(128, 128, 6, True), activation="silu", gated=True, norm="rms"),
     ]  # fmt: skip

@@ -1,12 +1,14 @@
 // y = act(sum + bias) + residual from wgmma accumulators to global memory, 16 rows x 64 columns of a warp at a time;
-// gated, y = act(gate + bias) (up + bias), where the second half of a tile's sums are the ups of the first.
+// gated, y = act(gate + bias) (up + bias), where the second half of a tile's sums are the ups of the first. A norm of
+// x's rows is a factor of the sums, one of the residual's rows applies to the residual (row_norm.cuh).
 //
 // Rules is a struct of constants: kActivation, kHasBias, kHasResidual, kGated, kTmaStore, kVectorY, kVectorBias,
-// kVectorResidual. With kTmaStore a warp packs such a slab into one of its two buffers in shared memory (stmatrix,
-// swizzled), and one lane starts a TMA store, which skips rows and columns past the end; the next slab is computed
-// meanwhile. No warp waits for another. TMA writes whole units of 16 bytes, so the planner asks for it only where a row
-// of y is a multiple of them. Otherwise the lanes store pairs or single elements themselves. What a slab adds is loaded
-// a slab ahead, the first slab's beside the last products, all from L2, where it was asked for before the products.
+// kVectorResidual, kRowNorm, kStatistics (those of y's rows are stored too, which takes kTmaStore). With kTmaStore a
+// warp packs such a slab into one of its two buffers in shared memory (stmatrix, swizzled), and one lane starts a TMA
+// store, which skips rows and columns past the end; the next slab is computed meanwhile. No warp waits for another. TMA
+// writes whole units of 16 bytes, so the planner asks for it only where a row of y is a multiple of them. Otherwise the
+// lanes store pairs or single elements themselves. What a slab adds is loaded a slab ahead, the first slab's beside the
+// last products, all from L2, where it was asked for before the products.
 //
 // The residual is read by the warp that writes the same elements afterwards, so it may be y itself.
 #pragma once
@@ -16,6 +18,7 @@
 #include "common/types.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/epilogue.cuh"
+#include "gemm/hopper/row_norm.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/fence.cuh"
@@ -109,6 +112,8 @@ struct Result {
   int columns;
   int gate_column;  // where the bias begins, and that of the ups
   int up_column;
+  const Bias* gamma;  // of the residual's norm
+  float* statistics;  // of y's rows
 };
 
 // An opaque copy of the lane: else the compiler computes what depends on it before the loop over all tiles, and keeps
@@ -126,6 +131,7 @@ struct SlabInputs {
 
   Pair<Bias> bias[kBlocks];
   Pair<Bias> up_bias[Rules::kGated ? kBlocks : 1];
+  Pair<Bias> gamma[Rules::kRowNorm == RowNorm::kResidual ? kBlocks : 1];
   Pair<Element> added[kBlocks][2];
 
   // How many of the lane's two columns of block j exist. What TMA stores has whole blocks only.
@@ -161,6 +167,14 @@ struct SlabInputs {
         }
       }
     }
+    if constexpr (Rules::kRowNorm == RowNorm::kResidual) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
+        if (there <= 0) continue;
+        gamma[j].template load<Rules::kVectorBias>(result.gamma + at, 1, there);
+      }
+    }
     if constexpr (Rules::kHasResidual) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -178,7 +192,16 @@ struct SlabInputs {
   }
 
   // values = act(sums + bias) + residual, for two sums of block j and the upper or lower eight rows; gated, times ups.
-  __device__ __forceinline__ void finish(float (&values)[2], float (&ups)[2], int j, int half) const {
+  // mean, rstd: of the row that is normalised.
+  __device__ __forceinline__ void finish(float (&values)[2], float (&ups)[2], int j, int half, float mean,
+                                         float rstd) const {
+    if constexpr (Rules::kRowNorm == RowNorm::kLayerNorm || Rules::kRowNorm == RowNorm::kRmsNorm) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        values[e] *= rstd;
+        ups[e] *= rstd;
+      }
+    }
     if constexpr (Rules::kHasBias) bias[j].add_to(values);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -193,16 +216,25 @@ struct SlabInputs {
 #pragma unroll
       for (int e = 0; e < 2; ++e) values[e] *= ups[e];
     }
-    if constexpr (Rules::kHasResidual) added[j][half].add_to(values);
+    if constexpr (Rules::kRowNorm == RowNorm::kResidual) {
+      float normal[2] = {-mean, -mean}, weights[2] = {};
+      added[j][half].add_to(normal);
+      gamma[j].add_to(weights);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) values[e] = fmaf(normal[e] * rstd, weights[e], values[e]);
+    } else if constexpr (Rules::kHasResidual) {
+      added[j][half].add_to(values);
+    }
   }
 };
 
-// One slab: sum[first..] are its accumulators, sum[first_up..] its ups'; it begins at (first_row, first_column).
+// One slab: sum[first..] are its accumulators, sum[first_up..] its ups'; it begins at (first_row, first_column). mean,
+// rstd: of the lane's two rows, where they are normalised.
 template <class Rules, int kCount, class Element, class Bias>
 __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first, int first_up,
                                            const SlabInputs<Rules, Element, Bias>& inputs,
                                            const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
-                                           int first_column) {
+                                           int first_column, const float (&mean)[2], const float (&rstd)[2]) {
   constexpr int kBlocks = kSlabColumns / 8;
   if (first_row >= result.rows || first_column >= result.columns) return;
   const int lane = opaque_lane();
@@ -213,10 +245,11 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
       values[e] = sum[first + j * 4 + half * 2 + e];
       if constexpr (Rules::kGated) ups[e] = sum[first_up + j * 4 + half * 2 + e];
     }
-    inputs.finish(values, ups, j, half);
+    inputs.finish(values, ups, j, half, mean[half], rstd[half]);
   };
   if constexpr (Rules::kTmaStore) {
     unsigned char* buffer = buffers.acquire();
+    u32 stored[kBlocks][2];
 #pragma unroll
     for (int j = 0; j < kBlocks; j += 2) {
       u32 words[4];  // blocks j and j + 1, each with its upper and lower eight rows
@@ -224,12 +257,18 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
       for (int i = 0; i < 4; ++i) {
         float values[2];
         finish(j + i / 2, i % 2, values);
-        words[i] = pack_pair<Element>(values[0], values[1]);
+        words[i] = stored[j + i / 2][i % 2] = pack_pair<Element>(values[0], values[1]);
       }
       const u32 offset = static_cast<u32>((lane % 16) * kSpan + (j + lane / 16) * 16);
       ptx::stmatrix_x4(buffer + swizzle<kSpan>(offset), words);
     }
     buffers.store(result.y_map, first_column, first_row);
+    if constexpr (Rules::kStatistics) {
+      const int row = first_row + lane / 4;
+      const i64 row_stride = (result.columns + kSlabColumns - 1) / kSlabColumns * 2;
+      store_statistics<Element>(stored, result.statistics + row * row_stride + first_column / kSlabColumns * 2,
+                                row_stride, min(result.columns - first_column, kSlabColumns) / 8, result.rows - row);
+    }
   } else {
     const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;
 #pragma unroll
@@ -248,12 +287,13 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
   }
 }
 
-// The warp's part of a tile: rows [first_row, +16) of each 64, kCount * 2 columns. inputs: of the first slab.
+// The warp's part of a tile: rows [first_row, +16) of each 64, kCount * 2 columns. inputs: of the first slab. moments:
+// of rows that are normalised.
 template <class Rules, int kRowTiles, int kCount, class Element, class Bias>
 __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount],
                                            SlabInputs<Rules, Element, Bias> inputs,
                                            const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
-                                           int first_column) {
+                                           int first_column, const RowMoments<kRowTiles>& moments) {
   constexpr int kAcross = kCount * 2 / kSlabColumns / (Rules::kGated ? 2 : 1), kSlabs = kRowTiles * kAcross;
 #pragma unroll
   for (int slab = 0; slab < kSlabs; ++slab) {
@@ -264,7 +304,8 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
     }
     const int first = slab % kAcross * (kSlabColumns / 2), first_up = first + kAcross * (kSlabColumns / 2);
     write_slab(sum[slab / kAcross], first, first_up, inputs, result, buffers, first_row + slab / kAcross * 64,
-               first_column + slab % kAcross * kSlabColumns);
+               first_column + slab % kAcross * kSlabColumns, moments.mean[slab / kAcross],
+               moments.rstd[slab / kAcross]);
     inputs = ahead;
   }
 }

@@ -17,13 +17,16 @@
 //          for all (multicast), which saves traffic from L2. A stage is free when all blocks' consumers have read it.
 // Gated.   kGated: y = act(x w_gate + bias_gate) (x w_up + bias_up), of N columns each, which begin at gate_column and
 //          up_column of w. A tile has as many columns of both, so that a lane holds a gate and its up; no weight moves.
+// Norms.   kRowNorm: the rows of x, or those of the residual, are normalised by their statistics (row_norm.cuh), which a
+//          launch before has stored with kStatistics.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong, kSplit,
-//   kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kTmaStore,
-//   kVectorY, kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
+//   kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kRowNorm,
+//   kStatistics, kTmaStore, kVectorY, kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters,
+//   kConsumerRegisters.
 // Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map 64 x 16, unused
 //   without kTmaStore.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
@@ -34,6 +37,7 @@
 #include "gemm/activation.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/epilogue.cuh"
+#include "gemm/hopper/row_norm.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
 #include "ptx/barrier.cuh"
@@ -65,10 +69,18 @@ static_assert(kStages >= 2, "a stage is released only when the products of the n
 struct Rules {
   static constexpr gemm::Activation kActivation = static_cast<gemm::Activation>(::kActivation);
   static constexpr bool kHasBias = ::kHasBias, kHasResidual = ::kHasResidual, kTmaStore = ::kTmaStore;
-  static constexpr bool kGated = ::kGated;
+  static constexpr bool kGated = ::kGated, kStatistics = ::kStatistics;
+  static constexpr gemm::RowNorm kRowNorm = static_cast<gemm::RowNorm>(::kRowNorm);
   static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = ::kVectorResidual;
 };
 
+constexpr gemm::RowNorm kNorm = Rules::kRowNorm;
+constexpr bool kNormalisesX = kNorm == gemm::RowNorm::kLayerNorm || kNorm == gemm::RowNorm::kRmsNorm;
+constexpr bool kNormalisesResidual = kNorm == gemm::RowNorm::kResidual;
+static_assert(kSplit == 1 || kNorm == gemm::RowNorm::kNone, "a warp finishes the rows that it multiplies");
+static_assert(!kGated || kNorm != gemm::RowNorm::kLayerNorm, "the columns that are multiplied again are y's");
+static_assert(kHasResidual || !kNormalisesResidual, "a residual to normalise");
+static_assert(kTmaStore || !kStatistics, "a lane has whole eights of columns");
 static_assert(!kGated || (kSplit == 1 && !kShareColumns && !kHasResidual), "a warp has gates and ups of its columns");
 
 constexpr int kBoxes = kGated && kSharers == 1 ? 2 : kSharers;  // of a stage's weight along K
@@ -115,7 +127,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                   const __grid_constant__ TensorMap y_map, const Bias* bias, const Element* residual, Element* y,
                   int rows, int columns, int depth, int gate_column, int up_column, i64 bias_stride,
-                  i64 residual_stride, i64 residual_column_stride, i64 y_stride, i64 y_column_stride) {
+                  i64 residual_stride, i64 residual_column_stride, i64 y_stride, i64 y_column_stride,
+                  const float* statistics, float epsilon, const Bias* gamma, float* y_statistics,
+                  const Element* x, const Element* w, i64 x_stride, i64 w_stride_k, i64 w_stride_n) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -147,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       bias,   kVectorBias == 2 ? 1 : bias_stride,
       {residual, {residual_stride}, kVectorResidual == 2 ? 1 : residual_column_stride},
       {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride},
-      &y_map, rows, columns, gate_column, up_column};
+      &y_map, rows, columns, gate_column, up_column, gamma, y_statistics};
+  const gemm::Operands<Element> operands = {x, w, x_stride, w_stride_k, w_stride_n, rows, columns, depth};
   const auto weight_columns = [&](const gemm::TileIndex& tile) {
     return gemm::TileColumns{gate_column + tile.n * kOutN, up_column + tile.n * kOutN, kGated ? kOutN : kBlockN};
   };
@@ -230,6 +245,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       constexpr int kColumnsOut = kSplit > 1 ? gemm::kSlabColumns : kGroupColumns / (kGated ? 2 : 1);
       gemm::prefetch_inputs<Rules, kRowTilesOut, kColumnsOut>(result, first_row, first_column);
     }
+    gemm::RowMoments<kRowTiles> moments = {};
+    bool is_cancelled = false;
+    if constexpr (kNorm != gemm::RowNorm::kNone) {
+      const bool centred = kNorm != gemm::RowNorm::kRmsNorm;
+      moments.load(statistics, first_row, rows, kNormalisesX ? depth : columns, epsilon, centred);
+      is_cancelled = moments.any_cancelled();
+    }
     turns.take();
     float sum[kRowTiles][kGroupColumns / 2];
     Ring done = ring;  // one stage behind
@@ -253,8 +275,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     release(done);
     if constexpr (kPingPong) skip_stages(ring, k_tiles);
 
+    if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
+      if (__any_sync(0xffffffffu, is_cancelled)) {
+        gemm::RowMoments<kRowTiles> again;  // the means have not been kept through the products
+        again.load(statistics, first_row, rows, depth, epsilon, true);
+        gemm::multiply_again(sum, again, operands, first_row, first_column);
+      }
+    }
     if constexpr (kSplit == 1) {
-      gemm::write_tile(sum, inputs, result, buffers, first_row, first_column);
+      gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
     } else {
       const Parts parts{reinterpret_cast<float*>(smem)};
       ptx::bar_sync(1, 128 * kConsumers);  // both have read the last stage
@@ -268,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (at != unit) inputs.load(result, row, column);
         float total[Parts::kSums];
         parts.add(total, at);
-        gemm::write_slab(total, 0, 0, inputs, result, buffers, row, column);
+        gemm::write_slab(total, 0, 0, inputs, result, buffers, row, column, moments.mean[0], moments.rstd[0]);
       }
     }
   }

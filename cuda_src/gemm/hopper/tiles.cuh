@@ -41,8 +41,8 @@ struct TileColumns {
 };
 
 // Calls copy(offset, c0, c1) for each box of a tile's weight that block `rank` of kSharers brings: where it goes, from
-// where. Along N a box has 64 columns, along K one of kBoxes equal parts of them. Fewer slabs of 64 columns than sharers
-// are shared out by their rows, of K.
+// where. Along N a box has 64 columns, along K one of kBoxes equal parts of them. Fewer slabs of 64 columns than
+// sharers are shared out by their rows, of K.
 template <class Layout, bool kWeightAlongN, int kSharers, int kBoxes, class Copy>
 __device__ __forceinline__ void for_each_weight_box(const TileColumns& columns, int k, int rank, const Copy& copy) {
   constexpr int kAll = Layout::kBytesW / kSpan, kWidth = kWeightAlongN ? kSlabColumns : kAll / kBoxes;
