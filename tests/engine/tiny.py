@@ -38,8 +38,10 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: Any = np.float32) 
             values = 1 + 0.2 * values
         elif name.endswith(".bias"):
             values *= 0.2
-        elif "embed_tokens" not in name:
-            values /= np.sqrt(shape[-1])
+        elif "embed_tokens" in name:
+            values *= 0.3  # or a tied head would repeat the last token
+        else:
+            values *= 1.5 / np.sqrt(shape[-1])
         weights[name] = values.astype(np.float32).astype(dtype)
     return weights
 
