@@ -2,12 +2,13 @@
 
     python bench/decode.py                        # the grid of batches and contexts: 32/8 heads of 128, bf16
     python bench/decode.py --set blocks fp8       # other sets: blocks, groups, dims, fp8, skew, append
-    python bench/decode.py --cell 4x16384 --tune  # one cell; every configuration of warps, stages and blocks an SM
+    python bench/decode.py --cell 4x16384 --tune  # one cell; other configurations, too
     python bench/decode.py --cell 8x32768:kv=e4m3,block=64,heads=64,kv_heads=8,dim=128,queries=1
 
 Blocks of the cache are in random order, queries are one token a sequence.  GB/s counts keys and values (and scales)
-once.  `cki` merges the blocks' parts in a second launch, `cki counters` in the block that arrives last.  cuDNN reads a
-dense cache through torch's SDPA, FlashAttention-3 the same blocks (`flash_attn_interface`, where installed).  `vs_`
+once.  `cki` merges the blocks' parts in a second launch, `cki counters` in the block that arrives last.  `cki one
+table` (--tune) takes lengths and tables from L2, where a model's layers before have left them.  cuDNN reads a dense
+cache through torch's SDPA, FlashAttention-3 the same blocks (`flash_attn_interface`, where installed).  `vs_`
 columns are the others' time over ours.  The very call that is timed is first compared with float64 on some sequences
 and heads, with the bound of the tests; one that is wrong ends the program.  Set `append` times `append_kv` for 64
 sequences.
@@ -20,15 +21,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import multiprocessing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import common
 
 import cki
-from cki.heuristics.paged import DecodeConfig, DecodeShape, choose_decode, choose_groups
+from cki import cache as kernel_cache
+from cki import driver, dtypes
+from cki.device import DeviceInfo
+from cki.heuristics.paged import DecodeConfig, DecodeShape, choose_dealt, choose_decode, choose_groups
+from cki.operand import dense
 from cki.ops.call import call
-from cki.ops.paged import PAGED_ATTENTION, plan_problem
+from cki.ops.paged import PAGED_ATTENTION, plan_paged_attention, plan_problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,56 +146,105 @@ def cki_call(counted: bool) -> Run:
     )
 
 
-def configured_call(counted: bool, **changes: Any) -> Run:
-    """The same with another configuration.  blocks_per_sm sets min_blocks and the grid; together 0: as chosen."""
-    per_sm, together = changes.pop("blocks_per_sm"), changes.pop("together", 0)
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A configuration to time.  line: tiles are not dealt.  groups: of the line or a cluster; 0: as chosen."""
 
-    def choose(shape: DecodeShape, device: Any) -> DecodeConfig:
+    warps: int = 0
+    stages: int = 0
+    blocks_per_sm: int = 1
+    groups: int = 0
+    line: bool = False
+    cluster: bool = False
+    counted: bool = False
+    prefetch: int = 128
+    fill_first: bool = True
+
+    def __str__(self) -> str:
+        text = f"{self.warps}w{self.stages}s@{self.blocks_per_sm}" + (
+            f" g{self.groups}" if self.groups else ""
+        )
+        marks = {
+            " line": self.line, " cluster": self.cluster, " counted": self.counted,
+            f" p{self.prefetch}": self.prefetch != 128, " late": not self.fill_first,
+        }  # fmt: skip
+        return text + "".join(mark for mark, holds in marks.items() if holds)
+
+    def choose(self, shape: DecodeShape, device: Any) -> DecodeConfig:
         chosen = choose_decode(shape, device)
-        units = shape.kv_heads * -(-shape.rows // chosen.rows)
-        groups, beside = choose_groups(units, changes["warps"], shape.positions, device.sm_count * per_sm)
-        if together:
-            groups, beside = groups * beside // together, together
-        cluster = changes.get("cluster", 0)
-        dealt = cluster > 1 or (shape.batch == 1 and beside == units)
-        if cluster:
-            assert units * shape.batch * cluster <= device.sm_count * per_sm, "too many blocks"
-            groups, beside = cluster, units
-        kept = {**changes, "cluster": cluster > 1, "dealt": dealt}
-        return dataclasses.replace(chosen, groups=groups, together=beside, min_blocks=per_sm, **kept)
+        units, blocks = shape.kv_heads * -(-shape.rows // chosen.rows), device.sm_count * self.blocks_per_sm
+        groups, together = choose_groups(units, self.warps, shape.positions, blocks)
+        dealt, groups = choose_dealt(shape, units, groups, together)
+        if self.line:
+            dealt, (groups, _) = False, choose_groups(units, self.warps, shape.positions, blocks)
+        if self.groups:
+            groups, together, dealt = self.groups, units, self.cluster
+        return dataclasses.replace(
+            chosen, warps=self.warps, stages=self.stages, min_blocks=self.blocks_per_sm, groups=groups,
+            together=together, dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=self.cluster,
+            prefetch=self.prefetch, fill_first=self.fill_first,
+        )  # fmt: skip
 
-    spec = dataclasses.replace(
-        PAGED_ATTENTION, plan=lambda problem, outputs, device: plan_problem(problem, outputs, device, choose)
-    )
+    def run(self) -> Run:
+        """The public function with this configuration."""
+        spec = dataclasses.replace(
+            PAGED_ATTENTION,
+            plan=lambda problem, outputs, device: plan_problem(problem, outputs, device, self.choose),
+        )
 
-    def run(t: Inputs) -> Any:
-        scales = t.cache[2:] or (None, None)
-        inputs = (t.q, *t.cache[:2], t.table, t.lengths, *scales, None, None, t.counters if counted else None)
-        return call(spec, inputs, (None, (-1, -1), 0.0, False, False), (t.out, None))
+        def run(t: Inputs) -> Any:
+            scales = t.cache[2:] or (None, None)
+            counters = t.counters if self.counted else None
+            inputs = (t.q, *t.cache[:2], t.table, t.lengths, *scales, None, None, counters)
+            return call(spec, inputs, (None, (-1, -1), 0.0, False, False), (t.out, None))
 
-    return run
-
-
-#: (warps, stages, blocks an SM) worth timing.
-_SHAPES = ((4, 2, 2), (4, 3, 2), (4, 2, 3), (4, 6, 1), (8, 2, 1), (8, 3, 1), (6, 4, 1), (2, 3, 4))
+        return run
 
 
-def candidates() -> dict[str, Run]:
-    """Configurations worth timing; those that do not fit in shared memory fail at their launch and are left out.
-
-    4w3s@2 is 4 warps of 3 stages, 2 blocks an SM; c4: clusters of 4 blocks that have a head each; counted: the last
-    block merges, not a second launch.
-    """
-    found = {}
-    for warps, stages, per_sm in _SHAPES:
-        shape = {"warps": warps, "stages": stages, "blocks_per_sm": per_sm}
-        found[f"{warps}w{stages}s@{per_sm}"] = configured_call(False, **shape)
-    wide = {"warps": 8, "stages": 3, "blocks_per_sm": 1}
-    for (warps, stages, per_sm), cluster in itertools.product(((8, 3, 1), (4, 3, 2), (4, 6, 1)), (8, 4, 2)):
-        shape = {"warps": warps, "stages": stages, "blocks_per_sm": per_sm}
-        found[f"{warps}w{stages}s@{per_sm} c{cluster}"] = configured_call(False, cluster=cluster, **shape)
-    found["8w3s@1 counted"] = configured_call(True, **wide)
+def candidates(cell: Cell) -> list[Variant]:
+    """Configurations worth timing for a cell; those that do not fit are refused at their launch and left out."""
+    few = cell.batch * cell.context <= 8192
+    best = Variant(4, 6) if few else Variant(8, 3)
+    found = [Variant(4, 6), Variant(8, 3), Variant(4, 3, 2)]
+    if cell.batch == 1:
+        found += [Variant(warps, stages, groups=8, cluster=True) for warps, stages in ((8, 3), (4, 6))]
+    elif cell.batch <= 16:
+        found += [dataclasses.replace(best, line=True), dataclasses.replace(best, fill_first=False)]
+    else:  # as many groups as sequences: where these are about as long, no unit is cut
+        found += [Variant(*shape, groups=cell.batch) for shape in ((8, 3, 1), (4, 3, 2), (4, 2, 3))]
+        found.append(dataclasses.replace(best, prefetch=0))
     return found
+
+
+def compile_kernels(cell: Cell, variant: Variant | None, counted: bool, device: DeviceInfo) -> None:
+    """Into the cache on disk, in a process of its own: many kernels take long one after another."""
+    kv = dtypes.from_name(cell.kv)
+    q = dense("q", (cell.batch, cell.queries, cell.heads, cell.dim), dtypes.bf16)
+    columns = -(-cell.context // cell.block)
+    cache = dense("k", (cell.batch * columns, cell.block, cell.kv_heads, cell.dim), kv)
+    scale = dense("scale", cache.shape[:3], dtypes.f32)
+    plan = plan_paged_attention(
+        q, cache, cache, dense("lengths", (cell.batch,), dtypes.i32), q, device,
+        block_table=dense("table", (cell.batch, columns), dtypes.i32),
+        scales=(scale, scale) if cell.kv == "e4m3" else None,
+        counters=dense("counters", (cell.batch * cell.queries * cell.heads,), dtypes.u32) if counted else None,
+        choose=variant.choose if variant else choose_decode,
+    )  # fmt: skip
+    for step in plan.steps:
+        kernel_cache.get(step.kernel, device.arch)
+
+
+def compile_ahead(cells: Sequence[Cell], tune: bool) -> None:
+    """All kernels that the cells need, side by side."""
+    device = driver.device_info(0)
+    wanted: list[tuple[Cell, Variant | None, bool]] = []
+    wanted += [(cell, None, counted) for cell in cells for counted in (False, True)]
+    wanted += [(cell, variant, variant.counted) for cell in cells for variant in candidates(cell) if tune]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_kernels, *arguments, device) for arguments in wanted]
+        for job in jobs:
+            if (error := job.exception()) is not None and not isinstance(error, cki.CkiError):
+                raise error
 
 
 def cudnn_call(t: Inputs) -> Any:
@@ -249,16 +305,23 @@ def measure(cell: Cell, tune: bool) -> list[dict[str, object]]:
     dense = cell.kv == "bf16" and not cell.skew and cell.queries == 1
     inputs = common.rotated(lambda seed: (make_inputs(cell, seed, dense),), cell.nbytes, limit=16)
     variants: dict[str, Run] = {"cki": cki_call(False), "cki counters": cki_call(True)}
-    for name, run in (candidates() if tune else {}).items():
+    if tune:
+        first = inputs[0][0]
+        variants["cki one table"] = lambda t: cki_call(False)(
+            dataclasses.replace(t, table=first.table, lengths=first.lengths)
+        )
+    for variant in candidates(cell) if tune else ():
         try:
-            run(inputs[0][0])
+            variant.run()(inputs[0][0])
         except (cki.CkiError, AssertionError) as error:
-            print(f"left out {name}: {str(error).splitlines()[0]}")
+            print(f"left out {variant}: {str(error).splitlines()[0]}")
             continue
-        variants[name] = run
+        variants[str(variant)] = variant.run()
     for name, run in variants.items():
         check(cell, run, inputs[0][0], name)
     peers: dict[str, Run | None] = {"cudnn dense": cudnn_call if dense else None}
+    if tune:
+        peers["any small kernel"] = lambda t: t.counters.add_(0)
     peers["fa3 paged"] = fa3_call() if cell.kv == "bf16" else None
     present = {name: run for name, run in peers.items() if run is not None}
     timings = common.graph_times_in_turn({**variants, **present}, inputs)
@@ -320,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = [parse(text) for text in options.cell or ()]
     sets = [] if cells else options.set
     cells += [cell for name in sets for cell in SETS.get(name, ())]
+    compile_ahead(cells, options.tune)
     rows = []
     for cell in cells:
         rows += measure(cell, options.tune)

@@ -44,6 +44,8 @@ _FEW_TILES = 4096
 _EIGHT_WARPS = ((1, 8, 6), (1, 8, 5), (1, 8, 4), (1, 8, 3))
 _FOUR_WARPS = ((1, 4, 6),)
 _TWO_BLOCKS = ((2, 4, 6), (2, 4, 4))
+#: Sequences up to which a lane of a warp each sees their lengths (`dealing_pays`).
+MAX_DEALT_BATCH = 32
 _ANY_SIZE = ((2, 4, 3), (2, 4, 2), (1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 2, 2), (1, 1, 2))
 #: Warps of a block of the launch that merges.
 MERGE_WARPS = 4
@@ -75,9 +77,10 @@ class DecodeConfig:
 
     When split, the grid is `groups` groups of `together` blocks (decode_schedule.cuh), and together divides the units
     of a sequence.  min_blocks: blocks an SM that the compiler must leave room for.  split: whether units are shared by
-    blocks.  dealt: one sequence, whose tiles are dealt to the groups.  cluster: the groups of a unit are a cluster,
-    which merges their parts through distributed shared memory (dealt, sm_90 and later).  prefetch: bytes that L2 is
-    told to fetch around a copy of 16: 0, 128 or 256.
+    blocks.  dealt: each sequence's tiles are dealt to groups of its own.  by_lengths: of several sequences, where the
+    lengths say that it pays; groups is then a multiple of the batch, and otherwise cut the line.  cluster: the groups
+    of a unit are a cluster, which merges their parts through distributed shared memory (dealt, sm_90 and later; groups
+    are those of one sequence).  prefetch: bytes that L2 is told to fetch around a copy of 16: 0, 128 or 256.
     """
 
     warps: int
@@ -89,8 +92,10 @@ class DecodeConfig:
     min_blocks: int
     split: bool
     dealt: bool = False
+    by_lengths: bool = False
     cluster: bool = False
     prefetch: int = 128
+    fill_first: bool = True
 
     @property
     def threads(self) -> int:
@@ -111,9 +116,13 @@ class DecodeConfig:
         return self.rows * (padded_dim(value_dim, itemsize) + 4)
 
     def shared_memory(self, shape: DecodeShape) -> int:
-        """Bytes: rings, a state a warp, the schedule."""
-        states = self.warps * self.state_floats(shape.value_dim, shape.itemsize) * 4
-        return self.warps * self.stages * stage_bytes(shape) + states + self.schedule_bytes(shape.batch)
+        """Bytes: rings, a state a warp, parts of the rows that a block of a cluster ends, the schedule."""
+        row_bytes = self.state_floats(shape.value_dim, shape.itemsize) // self.rows * 4
+        rows = self.warps * self.rows
+        if self.cluster:
+            rows += -(-self.rows // self.groups) * self.groups
+        rings = self.warps * self.stages * stage_bytes(shape)
+        return rings + rows * row_bytes + self.schedule_bytes(shape.batch)
 
     def schedule_bytes(self, batch: int) -> int:
         """Bytes of the line of work, in both launches."""
@@ -155,6 +164,18 @@ def choose_groups(units: int, warps: int, positions: int, blocks: int) -> tuple[
     return max(1, min(blocks // together, most)), together
 
 
+def choose_dealt(shape: DecodeShape, units: int, groups: int, together: int) -> tuple[bool, int]:
+    """(whether tiles are dealt, groups) for so many groups of the line: those of each sequence are as many.
+
+    Not dealt if the groups of whole sequences would leave too much of the device idle.  A window decides which tiles
+    there are by the lengths, and then nothing is known before them.
+    """
+    if shape.window or together != units or shape.batch > min(groups, MAX_DEALT_BATCH):
+        return False, groups
+    dealt = groups // shape.batch * shape.batch
+    return (True, dealt) if dealt >= _WELL_USED * groups else (False, groups)
+
+
 def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     """The configuration for a problem: one block an SM, its rings as deep as they fit.
 
@@ -170,10 +191,9 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     units = shape.kv_heads * row_blocks
     split = not shape.alone and shape.batch <= MAX_SPLIT_BATCH and shape.positions * units < 2**30
     per_sm = device.shared_memory_per_block + 1024  # the system takes 1 KB of each block's
-    one = split and shape.batch == 1 and not shape.window
     cluster = (
-        one and device.arch not in SERIAL_ARCHS and shape.positions <= _CLUSTER_POSITIONS
-        and device.sm_count // 4 <= units * CLUSTER <= device.sm_count
+        split and shape.batch == 1 and not shape.window and device.arch not in SERIAL_ARCHS
+        and shape.positions <= _CLUSTER_POSITIONS and device.sm_count // 4 <= units * CLUSTER <= device.sm_count
     )  # fmt: skip
     first: tuple[tuple[int, int, int], ...]
     if not split:
@@ -183,14 +203,15 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     else:
         first = _EIGHT_WARPS
     for min_blocks, warps, stages in (*first, *_ANY_SIZE):
-        groups, together = (1, 1)
+        groups, together, dealt = (1, 1, False)
         if cluster:
-            groups, together = CLUSTER, units
+            groups, together, dealt = CLUSTER, units, True
         elif split:
             groups, together = choose_groups(units, warps, shape.positions, device.sm_count * min_blocks)
+            dealt, groups = choose_dealt(shape, units, groups, together)
         config = DecodeConfig(
             warps, stages, -(-rows // TILE_ROWS), rows, groups, together, min_blocks, split,
-            dealt=one and together == units, cluster=cluster,
+            dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=cluster,
         )  # fmt: skip
         limit = min(per_sm // min_blocks - 1024, device.shared_memory_per_block)
         if config.shared_memory(shape) + _STATIC_BYTES <= limit:

@@ -25,7 +25,8 @@
 // are merged
 //   - by a launch of decode_merge.cu, which begins while this one runs (kProgrammatic, sm_90), from device memory;
 //   - by the block that arrives last (kMergeHere), likewise; counters are zero before and after every launch;
-//   - by the blocks of a cluster, which are a unit's groups (kCluster, sm_90), from their shared memory.
+//   - by the blocks of a cluster, which are a unit's groups (kClusterBlocks of them, sm_90): each writes its part of a row
+//     into the shared memory of the block that ends this row.
 //
 // Slots past a sequence's end are not read; table entries past it or before the window may be anything. A table entry
 // outside the cache stands for keys and values of zero. Keys that some but not all rows see are hidden by
@@ -46,7 +47,7 @@ using namespace cki;
 using namespace cki::attention;
 
 constexpr int kThreads = 32 * kWarps;
-constexpr Order kOrder = !kSplit ? Order::kAlone : kDealt ? Order::kDealt : Order::kLine;
+constexpr bool kCluster = kClusterBlocks > 0;
 constexpr bool kHeadScales = sizeof(CacheElement) == 1 && !kTokenScales;
 
 // What the logits go through; the names are the prelude's.
@@ -62,7 +63,6 @@ using Stage = StageLayout<Keys, Values, kTokenScales>;
 using Rows = DecodeRows<Stage, kRowTiles, Features>;
 using State = StateLayout<kRows, kPaddedValueDim>;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
-using Division = Schedule<kOrder>;
 using Source =
     KeySource<Stage, TableIndex, kPaging, kWholeTiles, kBlockShift, kCopyBytes, kPrefetch, kHeadDim, kValueDim>;
 using Result = DecodeResult<Element, kValueDim, kGroup, kDenseOut>;
@@ -77,6 +77,7 @@ struct Unit {
   int keys = 0;                 // of the sequence
 
   Unit() = default;
+  template <class Division>
   __device__ __forceinline__ Unit(const Division& schedule, const Cursor& walk, int together, int beside,
                                   int total_rows) {
     tiles = schedule.tiles(walk.sequence);
@@ -90,8 +91,9 @@ struct Unit {
   }
 };
 
-// Shared memory: rings, a state a warp, then the schedule.
+// Shared memory: rings, a state a warp, in a cluster the parts of the rows that the block ends, then the schedule.
 constexpr int kRingBytes = kWarps * kStages * Stage::kBytes;
+constexpr int kInboxFloats = kCluster ? (kRows + kClusterBlocks - 1) / kClusterBlocks * kClusterBlocks * State::kPitch : 0;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     paged_attention(const Element* __restrict__ q, const CacheElement* __restrict__ k,
@@ -105,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                     i64 k_block, i64 k_token, i64 k_head, i64 v_block, i64 v_token, i64 v_head,
                     i64 table_batch, i64 table_column, i64 lengths_stride, i64 sinks_stride, i64 slopes_stride,
                     i64 num_blocks, int block_size, int table_lines, int capacity, int batch, int queries, int kv_heads,
-                    int left, int passes, int least_positions, float scale, float exponent_scale, float softcap,
-                    float softcap_rate) {
+                    int left, int passes, int least_positions, int dealing_slack, float scale, float exponent_scale,
+                    float softcap, float softcap_rate) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ int arrived_last;
   __shared__ u64 stored, combined;  // the states of a unit: all are there; they may be written again
@@ -116,217 +118,262 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and the compiler knows
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
   if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
-  if (thread == 0) {  // visible to all before the first unit is begun
-    ptx::mbarrier_init(&stored, kWarps);
-    ptx::mbarrier_init(&combined, 1);
-  }
+  if constexpr (kCluster) ptx::cluster_arrive_relaxed();  // this block runs: others may write to its memory
 
   const int total_rows = queries * kGroup;
   const int units = kv_heads * kRowBlocks;  // of a sequence
   const int together = static_cast<int>(gridDim.x), beside = static_cast<int>(blockIdx.x);
-  const int own_group = kSplit ? static_cast<int>(blockIdx.y) : 0;
-  // The block's only sequence: kAlone, or kDealt (one, or with kCluster the grid's third axis).
-  const int single = static_cast<int>(kOrder == Order::kAlone   ? blockIdx.y + blockIdx.z * gridDim.y
-                                      : kOrder == Order::kDealt ? blockIdx.z
-                                                                : 0);
-  if (single >= batch) return;
   const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
                       table_batch, table_column, num_blocks, block_size, kv_heads};
   const Lengths key_lengths{lengths, lengths_stride, capacity, queries, left};
-
-  // What this block does: its unit of each sequence that its group walks over.
-  int* tables = reinterpret_cast<int*>(states + kWarps * State::kFloats);
-  const int sequences = Division::kOne ? 1 : batch;
-  Division schedule{tables, tables + sequences, single, sequences, passes, static_cast<int>(gridDim.y)};
-  TableIndex ahead{};  // the table's entry of the tile that the lane looks for next
-  if constexpr (kOrder == Order::kDealt) {
-    schedule.cut(least_positions);
-    const int tile = schedule.template tile_at<kWarps>(warp + lane * kWarps, own_group);
-    ahead = source.tile_entry(single, tile * kTileKeys, capacity);
-  }
-  if (warp == kWarps - 1) {
-    // While the lengths are awaited, small tables come to L2, and the queries that would be this block's if all sequences
-    // were equally long.
-    const int line = (own_group * together + beside) * 32 + lane;
-    if (kOrder != Order::kDealt && kPaging == 0 && line < batch * table_lines)
-      ptx::prefetch_global_l2(block_table + (line / table_lines) * table_batch +
-                              line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
-    constexpr int kLines = (kHeadDim * static_cast<int>(sizeof(Element)) + 127) / 128;  // of a query
-    const int row = lane / kLines + beside % kRowBlocks * kRows, head = row % kGroup + beside / kRowBlocks * kGroup;
-    const int sequence = kOrder == Order::kLine ? own_group * batch / static_cast<int>(gridDim.y) : single;
-    if (kQueryPairs && lane / kLines < kRows && row < total_rows)
-      ptx::prefetch_global_l2(q + sequence * q_batch + row / kGroup * q_query + head * q_head +
-                              lane % kLines * (128 / static_cast<int>(sizeof(Element))));
-  }
-  schedule.template measure<kThreads>(key_lengths);
-  if constexpr (kOrder == Order::kLine) schedule.cut(least_positions);
-  const int share = schedule.share(own_group);
-  if (!kCluster && share == 0) return;
-  Cursor walk = Cursor::begin(schedule, own_group, share);
-  const auto first_key_at = [&](int keys, int tile) {
-    return (key_lengths.first_tile(keys) + schedule.template tile_at<kWarps>(tile, own_group)) * kTileKeys;
-  };
-  const auto entry_of = [&](const Cursor& at) {
-    if (at.remaining <= 0) return TableIndex{};
-    const int keys = schedule.keys(at.sequence);
-    return source.tile_entry(schedule.base + at.sequence, first_key_at(keys, at.tile), keys);
-  };
-  const auto place_of = [&](const Cursor& at, TableIndex of_tile) {
-    if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0};
-    const int keys = schedule.keys(at.sequence), sequence = schedule.base + at.sequence;
-    return source.find(of_tile, sequence, (at.pass * together + beside) / kRowBlocks, first_key_at(keys, at.tile),
-                       key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
-  };
-
-  // The warp's tiles to fetch, kStages ahead of the products. `found` holds 32 of them, one a lane; the table's entries of
-  // the next 32 are asked for half way.
-  Cursor search = walk;
-  search.advance(schedule, warp + lane * kWarps);
-  TilePlace found;
-  TableIndex entry{};  // Source::kLookUpKeys: of the next tile
-  int fetched = 0;
-  const int to_fetch = (walk.remaining - warp + kWarps - 1) / kWarps;
-  const auto fetch_tile = [&](int stage) {
-    if (fetched < to_fetch) {
-      const int holder = fetched % 32;
-      if (holder == 16 || (fetched == 0 && kOrder != Order::kDealt)) ahead = entry_of(search);
-      if (holder == 0) {
-        found = place_of(search, ahead);
-        search.advance(schedule, 32 * kWarps);
-        if constexpr (Source::kLookUpKeys) entry = source.look_up(Source::of_lane(found, 0));
-      }
-      TilePlace place = Source::of_lane(found, holder);
-      if constexpr (Source::kLookUpKeys) {
-        place = source.of_key(place, entry);
-        if (holder < 31) entry = source.look_up(Source::of_lane(found, holder + 1));
-      }
-      source.copy(ring + stage * Stage::kBytes, place);
-      ++fetched;
-    }
-    ptx::cp_async_commit_group();
-  };
-
   const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
                       kv_heads * kGroup};
   const LogitRules rules{scale, softcap, softcap_rate, 0, 0};
-  const float slack = Rows::kSlack * ptx::rcp_approx(exponent_scale);
+  float* inbox = states + kWarps * State::kFloats;
+  int* tables = reinterpret_cast<int*>(inbox + kInboxFloats);
 
-  Unit unit;
-  Rows state;
-  const auto begin_unit = [&] {
-    unit = Unit(schedule, walk, together, beside, total_rows);
-    const auto query_of = [&](int row) { return (unit.first_row + min(row, unit.rows - 1)) / kGroup; };
-    const auto head_of = [&](int row) {
-      return unit.kv_head * kGroup + (unit.first_row + min(row, unit.rows - 1)) % kGroup;
+  // All that a block does, once it is known which order it follows. ahead: the table's entry of the tile that the lane
+  // looks for first; kLine asks for it here.
+  const auto work = [&](auto schedule, int own_group, TableIndex ahead) {
+    using Division = decltype(schedule);
+    const int share = schedule.share(own_group);
+    if (!kCluster && share == 0) return;
+    Cursor walk = Cursor::begin(schedule, own_group, share);
+    const auto first_key_at = [&](int keys, int tile) {
+      return (key_lengths.first_tile(keys) + schedule.template tile_at<kWarps>(tile, own_group)) * kTileKeys;
     };
-    state.template begin<kQueryPairs>(
-        [&](int row) {
-          return row < unit.rows ? q + unit.sequence * q_batch + query_of(row) * q_query + head_of(row) * q_head
-                                 : nullptr;
-        },
-        q_dim, kHeadDim, kHeadScales ? k_scale[unit.kv_head] : 1.0f,
-        [&](int row) { return unit.keys - queries + query_of(row); },
-        [&](int row) { return kAlibi ? alibi_slopes[head_of(row) * slopes_stride] : 0.0f; });
-  };
-
-  // The unit's end: the states of the warps make the whole of what this block had. done: units before it.
-  const auto finish_unit = [&](int done) {
-    const float value_factor = kHeadScales ? v_scale[unit.kv_head] : 1.0f;
-    if (done > 0) ptx::mbarrier_wait_parity(&combined, (done - 1) % 2);
-    state.template store<State>(states + warp * State::kFloats, unit.rows, exponent_scale, value_factor);
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&stored);
-    const bool whole = !kSplit || unit.length == unit.tiles;
-    const bool by_all = walk.remaining == unit.length || (kMergeHere && !whole);
-    if (!by_all && warp != done % kWarps) return;
-
-    const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.pass) : 0;
-    float* exchange = reinterpret_cast<float*>(smem);  // kCluster: the rings have been read
-    const auto part_of = [&](int i) {
-      return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
+    const auto entry_of = [&](const Cursor& at) {
+      if (at.remaining <= 0) return TableIndex{};
+      const int keys = schedule.keys(at.sequence);
+      return source.tile_entry(schedule.base + at.sequence, first_key_at(keys, at.tile), keys);
     };
-    float* part = kCluster ? exchange : whole ? nullptr : part_of(own_group - schedule.first_group(unit_begin));
-    ptx::mbarrier_wait_parity(&stored, done % 2);
-#pragma unroll 1
-    for (int row = by_all ? warp : 0; row < unit.rows; row += by_all ? kWarps : 1) {
-      CombinedRow<State> total;
-      total.template add<FromShared, kWarps>(0, 1, kWarps, [&](int i) {
-        return states + i * State::kFloats + row * State::kPitch;
-      });
-      if (whole) {
-        result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
-      } else {
-        total.store(part + row * State::kPitch);
-      }
-    }
+    const auto place_of = [&](const Cursor& at, TableIndex of_tile) {
+      if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0};
+      const int keys = schedule.keys(at.sequence), sequence = schedule.base + at.sequence;
+      return source.find(of_tile, sequence, (at.pass * together + beside) / kRowBlocks, first_key_at(keys, at.tile),
+                         key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
+    };
 
-    if constexpr (kSplit && kMergeHere) {
-      if (!whole) {
-        const int parts = schedule.sharing_groups(unit_begin, unit.tiles);
-        __threadfence();
-        __syncthreads();
-        if (thread == 0) {
-          u32* counter = counters + static_cast<i64>(unit.sequence) * units + unit.index;
-          arrived_last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(parts - 1);
-          if (arrived_last) *counter = 0;
-          __threadfence();
+    // The warp's tiles to fetch, kStages ahead of the products. `found` holds 32 of them, one a lane; the table's entries of
+    // the next 32 are asked for half way.
+    Cursor search = walk;
+    search.advance(schedule, warp + lane * kWarps);
+    TilePlace found;
+    TableIndex entry{};  // Source::kLookUpKeys: of the next tile
+    int fetched = 0;
+    const int to_fetch = (walk.remaining - warp + kWarps - 1) / kWarps;
+    const auto fetch_tile = [&](int stage) {
+      if (fetched < to_fetch) {
+        const int holder = fetched % 32;
+        if (holder == 16 || (fetched == 0 && Division::kOrder != Order::kDealt)) ahead = entry_of(search);
+        if (holder == 0) {
+          found = place_of(search, ahead);
+          search.advance(schedule, 32 * kWarps);
+          if constexpr (Source::kLookUpKeys) entry = source.look_up(Source::of_lane(found, 0));
         }
-        __syncthreads();
-        if (arrived_last) {
-          combine_parts<State, FromOtherBlocks, kWarps>(
-              parts, 0, 1, unit.rows, states, [&](int i, int row) { return part_of(i) + row * State::kPitch; },
+        TilePlace place = Source::of_lane(found, holder);
+        if constexpr (Source::kLookUpKeys) {
+          place = source.of_key(place, entry);
+          if (holder < 31) entry = source.look_up(Source::of_lane(found, holder + 1));
+        }
+        source.copy(ring + stage * Stage::kBytes, place);
+        ++fetched;
+      }
+      ptx::cp_async_commit_group();
+    };
+
+    const float slack = Rows::kSlack * ptx::rcp_approx(exponent_scale);
+
+    Unit unit;
+    Rows state;
+    const auto begin_unit = [&] {
+      unit = Unit(schedule, walk, together, beside, total_rows);
+      const auto query_of = [&](int row) { return (unit.first_row + min(row, unit.rows - 1)) / kGroup; };
+      const auto head_of = [&](int row) {
+        return unit.kv_head * kGroup + (unit.first_row + min(row, unit.rows - 1)) % kGroup;
+      };
+      state.template begin<kQueryPairs>(
+          [&](int row) {
+            return row < unit.rows ? q + unit.sequence * q_batch + query_of(row) * q_query + head_of(row) * q_head
+                                   : nullptr;
+          },
+          q_dim, kHeadDim, kHeadScales ? k_scale[unit.kv_head] : 1.0f,
+          [&](int row) { return unit.keys - queries + query_of(row); },
+          [&](int row) { return kAlibi ? alibi_slopes[head_of(row) * slopes_stride] : 0.0f; });
+    };
+
+    // The unit's end: the states of the warps make the whole of what this block had. done: units before it.
+    const auto finish_unit = [&](int done) {
+      const float value_factor = kHeadScales ? v_scale[unit.kv_head] : 1.0f;
+      if (done > 0) ptx::mbarrier_wait_parity(&combined, (done - 1) % 2);
+      state.template store<State>(states + warp * State::kFloats, unit.rows, exponent_scale, value_factor);
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&stored);
+      const bool whole = !kSplit || unit.length == unit.tiles;
+      const bool last = walk.remaining == unit.length;
+      const bool by_all = last || (kMergeHere && !whole);
+      if (!by_all && warp != done % kWarps) return;
+
+      const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.pass) : 0;
+      const auto part_of = [&](int i) {
+        return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
+      };
+      float* part = kCluster || whole ? nullptr : part_of(own_group - schedule.first_group(unit_begin));
+      ptx::mbarrier_wait_parity(&stored, done % 2);
+      if constexpr (kCluster) ptx::cluster_wait();  // all blocks run
+#pragma unroll 1
+      for (int row = by_all ? warp : 0; row < unit.rows; row += by_all ? kWarps : 1) {
+        CombinedRow<State> total;
+        total.template add<FromShared, kWarps>(0, 1, kWarps, [&](int i) {
+          return states + i * State::kFloats + row * State::kPitch;
+        });
+        if (whole) {
+          result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
+        } else if constexpr (kCluster) {
+          constexpr int kOwners = kCluster ? kClusterBlocks : 1;
+          total.store_in(static_cast<u32>(row % kOwners), inbox + (row / kOwners * kOwners + own_group) * State::kPitch);
+        } else {
+          total.store(part + row * State::kPitch);
+        }
+      }
+
+      if constexpr (kSplit && kMergeHere) {
+        if (!whole) {
+          const int parts = schedule.sharing_groups(unit_begin, unit.tiles);
+          __threadfence();
+          __syncthreads();
+          if (thread == 0) {
+            u32* counter = counters + static_cast<i64>(unit.sequence) * units + unit.index;
+            arrived_last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(parts - 1);
+            if (arrived_last) *counter = 0;
+            __threadfence();
+          }
+          __syncthreads();
+          if (arrived_last) {
+            combine_parts<State, FromOtherBlocks, kWarps>(
+                parts, 0, 1, unit.rows, states, [&](int i, int row) { return part_of(i) + row * State::kPitch; },
+                [&](int row, const CombinedRow<State>& total) {
+                  result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
+                });
+          }
+        }
+      }
+      if constexpr (kCluster) {
+        ptx::cluster_sync();
+        const int parts = schedule.sharing_groups(0, unit.tiles);
+        if (parts > 1) {
+          combine_parts<State, FromShared, kWarps>(
+              parts, own_group, kClusterBlocks, unit.rows, states,
+              [&](int i, int row) { return inbox + (row - own_group + i) * State::kPitch; },
               [&](int row, const CombinedRow<State>& total) {
                 result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
               });
         }
       }
+      if (last) return;
+      if (by_all) __syncthreads();
+      __syncwarp();
+      if (by_all ? thread == 0 : lane == 0) ptx::mbarrier_arrive(&combined);
+    };
+
+    // position: from the unit's begin to this warp's next tile. The first kStages turns only fill the ring, before anything
+    // else is prepared.
+    int position = warp - (kFillFirst ? 0 : kStages * kWarps);
+    int stage = 0;
+    if constexpr (kFillFirst) {
+#pragma unroll 1
+      for (; stage < kStages; ++stage) fetch_tile(stage);
+      stage = 0;
     }
-    if constexpr (kCluster) {
-      ptx::cluster_sync();
-      const int parts = schedule.sharing_groups(0, unit.tiles);
-      if (parts > 1) {
-        combine_parts<State, FromCluster, kWarps>(
-            parts, own_group, schedule.groups, unit.rows, states, ClusterRows<State>{exchange},
-            [&](int row, const CombinedRow<State>& total) {
-              result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
-            });
+#pragma unroll 1
+    for (int done = -1;; ++done) {
+      // Keys that every row sees: from the last query's window to the first query's own place.
+      const int common_begin = kLimitLeft ? unit.keys - 1 - left : 0;
+      const int common_end = unit.keys - queries + 1;
+#pragma unroll 1
+      for (; position < unit.length; position += kWarps) {
+        if (position >= 0) {
+          ptx::cp_async_wait_group<kStages - 1>();
+          __syncwarp();
+          const int key = first_key_at(unit.keys, walk.tile + position);
+          const bool all_seen = key >= common_begin && key + kTileKeys <= common_end;
+          state.attend(ring + stage * Stage::kBytes, key, all_seen, left, rules, exponent_scale, slack);
+          __syncwarp();
+        }
+        fetch_tile(stage);
+        stage = stage + 1 == kStages ? 0 : stage + 1;
       }
-      ptx::cluster_sync();  // before a block whose memory is read may end
+      position -= unit.length;
+      if (done >= 0) {
+        finish_unit(done);
+        walk.advance(schedule, unit.length);
+        if (walk.remaining <= 0) break;
+      }
+      if (Division::kOne) __syncthreads();
+      begin_unit();
     }
-    if (by_all) __syncthreads();
-    __syncwarp();
-    if (by_all ? thread == 0 : lane == 0) ptx::mbarrier_arrive(&combined);
   };
 
-  // position: from the unit's begin to this warp's next tile. The first kStages turns only fill the ring, before anything
-  // else is prepared; they are turns of the same loop because a launch has to fetch its code, too.
-  int position = warp - kStages * kWarps;
-  int stage = 0;
-#pragma unroll 1
-  for (int done = -1;; ++done) {
-    // Keys that every row sees: from the last query's window to the first query's own place.
-    const int common_begin = kLimitLeft ? unit.keys - 1 - left : 0;
-    const int common_end = unit.keys - queries + 1;
-#pragma unroll 1
-    for (; position < unit.length; position += kWarps) {
-      if (position >= 0) {
-        ptx::cp_async_wait_group<kStages - 1>();
-        __syncwarp();
-        const int key = first_key_at(unit.keys, walk.tile + position);
-        const bool all_seen = key >= common_begin && key + kTileKeys <= common_end;
-        state.attend(ring + stage * Stage::kBytes, key, all_seen, left, rules, exponent_scale, slack);
-        __syncwarp();
-      }
-      fetch_tile(stage);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+  const auto begin_barriers = [&] {  // visible to all before the first unit is begun
+    if (thread == 0) {
+      ptx::mbarrier_init(&stored, kWarps);
+      ptx::mbarrier_init(&combined, 1);
     }
-    position -= unit.length;
-    if (done >= 0) {
-      finish_unit(done);
-      walk.advance(schedule, unit.length);
-      if (walk.remaining <= 0) break;
+  };
+  // Queries that are this block's, probably, come to L2 while the lengths are awaited.
+  const auto fetch_queries = [&](int sequence) {
+    constexpr int kLines = (kHeadDim * static_cast<int>(sizeof(Element)) + 127) / 128;  // of a query
+    const int row = lane / kLines + beside % kRowBlocks * kRows, head = row % kGroup + beside / kRowBlocks * kGroup;
+    if (kQueryPairs && warp == kWarps - 1 && lane / kLines < kRows && row < total_rows)
+      ptx::prefetch_global_l2(q + sequence * q_batch + row / kGroup * q_query + head * q_head +
+                              lane % kLines * (128 / static_cast<int>(sizeof(Element))));
+  };
+
+  if constexpr (!kSplit) {
+    const int sequence = static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);
+    if (sequence >= batch) return;
+    fetch_queries(sequence);
+    Schedule<Order::kAlone> schedule{tables, tables + 1, sequence, 1, passes, 1};
+    schedule.measure_one(key_lengths, key_lengths.keys(sequence));
+    begin_barriers();
+    work(schedule, 0, TableIndex{});
+    return;
+  }
+  // kDealt: the grid's third axis are the sequences, each with groups of its own.
+  const int group = static_cast<int>(blockIdx.y), groups = static_cast<int>(gridDim.y);
+  const int sequence = static_cast<int>(blockIdx.z);
+  const int keys_of_lane = kDealt && !kByLengths ? key_lengths.keys(sequence)
+                           : lane < batch        ? key_lengths.keys(lane)
+                                                 : 0;
+  if constexpr (kDealt) {
+    Schedule<Order::kDealt> schedule{tables, tables + 1, sequence, 1, passes, groups};
+    schedule.cut(least_positions);
+    const int tile = schedule.template tile_at<kWarps>(warp + lane * kWarps, group);
+    const TableIndex ahead = source.tile_entry(sequence, tile * kTileKeys, capacity);
+    fetch_queries(sequence);
+    begin_barriers();
+    if (!kByLengths || dealing_pays(lane < batch ? key_lengths.tiles(keys_of_lane) : 0, batch, dealing_slack)) {
+      schedule.measure_one(key_lengths, kByLengths ? __shfl_sync(kFullWarp, keys_of_lane, sequence) : keys_of_lane);
+      work(schedule, group, ahead);
+      return;
     }
-    if (Division::kOne) __syncthreads();
-    begin_unit();
+  }
+  if constexpr (!kDealt || kByLengths) {
+    const int all_groups = kDealt ? groups * static_cast<int>(gridDim.z) : groups;
+    const int own_group = kDealt ? sequence * groups + group : group;
+    if (warp == kWarps - 1) {  // small tables come to L2 while the lengths are awaited
+      const int line = (own_group * together + beside) * 32 + lane;
+      if (kPaging == 0 && line < batch * table_lines)
+        ptx::prefetch_global_l2(block_table + (line / table_lines) * table_batch +
+                                line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
+    }
+    if constexpr (!kDealt) {
+      fetch_queries(own_group * batch / all_groups);
+      begin_barriers();
+    }
+    Schedule<Order::kLine> schedule{tables, tables + batch, 0, batch, passes, all_groups};
+    schedule.template measure<kThreads>(key_lengths, keys_of_lane);
+    schedule.cut(least_positions);
+    work(schedule, own_group, TableIndex{});
   }
 }

@@ -33,8 +33,7 @@ struct StateLayout {
   }
 };
 
-// How a row of a part is read: from shared memory, from what other blocks wrote (from L2, where their writes are), or
-// from the shared memory of a block of the cluster.
+// How a row of a part is read: from shared memory, or from what other blocks wrote (from L2, where their writes are).
 struct FromShared {
   static __device__ __forceinline__ float2 numbers(const float* p) { return *reinterpret_cast<const float2*>(p); }
   static __device__ __forceinline__ float4 values(const float* p) { return *reinterpret_cast<const float4*>(p); }
@@ -44,30 +43,6 @@ struct FromOtherBlocks {
     return __ldcg(reinterpret_cast<const float2*>(p));
   }
   static __device__ __forceinline__ float4 values(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
-};
-// A place in the shared memory of a block of the cluster, counted in floats like a pointer.
-struct ClusterFloats {
-  u32 address;
-  __device__ __forceinline__ ClusterFloats operator+(int floats) const {
-    return {address + static_cast<u32>(floats) * 4};
-  }
-};
-template <class State>
-struct ClusterRows {  // of the states that lie where `state` lies in each block of the cluster
-  const float* state;
-  __device__ __forceinline__ ClusterFloats operator()(int block, int row) const {
-    return ClusterFloats{ptx::map_shared_rank(state, static_cast<u32>(block))} + row * State::kPitch;
-  }
-};
-struct FromCluster {
-  template <class Place>
-  static __device__ __forceinline__ float2 numbers(Place p) {
-    return make_float2(ptx::load_shared_cluster_f32(p.address), ptx::load_shared_cluster_f32(p.address + 4));
-  }
-  template <class Place>
-  static __device__ __forceinline__ float4 values(Place p) {
-    return ptx::load_shared_cluster_f32x4(p.address);
-  }
 };
 
 // One row in one warp.
@@ -134,6 +109,20 @@ struct CombinedRow {
     if (threadIdx.x % 32 == 0) *reinterpret_cast<float2*>(row + State::kColumns) = make_float2(reference, sum);
   }
 
+  // The same in the shared memory of another block of the cluster, where `row` lies in this one.
+  __device__ __forceinline__ void store_in(u32 block, const float* row) const {
+    const u32 address = ptx::map_shared_rank(row, block);
+#pragma unroll
+    for (int j = 0; j < State::kVectors; ++j) {
+      if (State::column(j) < State::kColumns)
+        ptx::store_shared_cluster_f32x4(address + static_cast<u32>(State::column(j)) * 4, values[j]);
+    }
+    if (threadIdx.x % 32 == 0) {
+      ptx::store_shared_cluster_f32(address + State::kColumns * 4, reference);
+      ptx::store_shared_cluster_f32(address + State::kColumns * 4 + 4, sum);
+    }
+  }
+
  private:
   static __device__ __forceinline__ void scale(float4& v, float factor) {
     v.x *= factor;
@@ -144,7 +133,8 @@ struct CombinedRow {
 };
 
 // The whole of the rows first_row, first_row + row_step, ... below `rows` from their `parts`, by all warps of a block.
-// Where there are fewer rows than warps, several warps share the parts of a row. row_of(part, row): where it lies.
+// Where there are fewer rows than warps, several warps share the parts of a row if these are many. row_of(part, row):
+// where it lies.
 // finish(row, combined) is called by one warp a row. scratch: shared memory for a row of State a warp; it begins free
 // and ends without a barrier.
 template <class State, class From, int kWarps, class RowOf, class Finish>
@@ -155,7 +145,7 @@ __device__ __forceinline__ void combine_parts(int parts, int first_row, int row_
   const int count = (rows - first_row + row_step - 1) / row_step;
   if (count <= 0) return;
   const int at_once = min(count, kWarps);
-  const int shares = kWarps / at_once;  // 1 where there are more rows than that
+  const int shares = parts > kBatch ? kWarps / at_once : 1;
   const int share = warp / at_once;
   for (int i = warp - share * at_once; i < count && share < shares; i += at_once) {
     const int row = first_row + i * row_step;

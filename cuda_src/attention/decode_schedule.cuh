@@ -11,9 +11,10 @@
 // sequence several times). They read the same tiles for different heads at about the same time: a token's heads lie
 // side by side, and memory gives whole rows of it faster than pieces at different times.
 //
-// One sequence is not cut but dealt: group i takes the tiles [(j * groups + i) * warps, +warps), j = 0, 1, ... Which tiles
-// those are does not depend on the length, so their entries of the table are read while the length is awaited. A few
-// short sequences may each have groups of their own, where these are a cluster.
+// A few sequences of about the same length are not cut but dealt: each has the same number of groups, and group i of them
+// takes the tiles [(j * groups + i) * warps, +warps), j = 0, 1, ... Which tiles those are does not depend on any length, so
+// their entries of the table are read while the lengths are awaited, and nothing has to be searched for afterwards. All
+// blocks see from the lengths whether dealing pays (dealing_pays); if not, the same grid cuts the line.
 //
 // Alone (more units than any split could use, or results that must not depend on the batch), a block takes one unit.
 #pragma once
@@ -58,12 +59,21 @@ struct KeyLengths {
   }
 };
 
+// Whether a batch of up to 32 sequences is to be dealt: then the longest sequence sets the time, as if all were as long.
+// slack: tiles of a whole batch that take as long as what dealing saves. tiles: of the lane's sequence, 0 without one.
+__device__ __forceinline__ bool dealing_pays(int tiles, int batch, int slack) {
+  const u32 most = __reduce_max_sync(kFullWarp, static_cast<u32>(tiles));
+  const u32 all = __reduce_add_sync(kFullWarp, static_cast<u32>(tiles));
+  return most * static_cast<u32>(batch) - all <= static_cast<u32>(slack);
+}
+
 enum class Order { kLine, kDealt, kAlone };
 
 // The division. kLine: the tables keys_of and before (tiles of the sequences before, once) are shared memory. In the other
-// orders there is one sequence, `base`.
-template <Order kOrder>
+// orders a block has one sequence, `base`, and `groups` are those of it.
+template <Order kOrderOfTiles>
 struct Schedule {
+  static constexpr Order kOrder = kOrderOfTiles;
   static constexpr bool kOne = kOrder != Order::kLine;
   int* keys_of;
   int* before;
@@ -80,19 +90,22 @@ struct Schedule {
     return kOne ? one_tiles : before[sequence + 1] - before[sequence];
   }
 
-  // Reads the lengths. kLine: all threads of the block call it, and a barrier follows.
+  // kOne: the sequence's keys.
+  template <class Lengths>
+  __device__ __forceinline__ void measure_one(const Lengths& lengths, int keys) {
+    one_keys = keys;
+    one_tiles = lengths.tiles(keys);
+  }
+
+  // kLine: reads the lengths. All threads of the block call it, and a barrier follows. of_lane: up to 32 sequences are
+  // measured already, the lane's has so many keys.
   template <int kThreads, class Lengths>
-  __device__ __forceinline__ void measure(const Lengths& lengths) {
-    if constexpr (kOne) {
-      one_keys = lengths.keys(base);
-      one_tiles = lengths.tiles(one_keys);
-      return;
-    }
+  __device__ __forceinline__ void measure(const Lengths& lengths, int of_lane) {
     const int thread = static_cast<int>(threadIdx.x);
     if (sequences <= 32) {
-      if (thread < 32) add_up(lengths, thread, thread < sequences ? lengths.keys(base + thread) : 0, 0);
+      if (thread < 32) add_up(lengths, thread, of_lane, 0);
     } else {
-      for (int i = thread; i < sequences; i += kThreads) keys_of[i] = lengths.keys(base + i);  // all loads at once
+      for (int i = thread; i < sequences; i += kThreads) keys_of[i] = lengths.keys(i);  // all loads at once
       __syncthreads();
       if (thread < 32) {
         int sum = 0;
@@ -122,7 +135,8 @@ struct Schedule {
     if constexpr (kOrder == Order::kLine)
       return static_cast<int>(max(min(static_cast<i64>(positions()) - static_cast<i64>(group) * chunk,
                                       static_cast<i64>(chunk)), i64{0}));
-    const int round = groups * chunk, rounds = one_tiles / round;
+    const int round = groups * chunk;
+    const int rounds = static_cast<int>(static_cast<u32>(one_tiles) / static_cast<u32>(round));
     return rounds * chunk + max(min(one_tiles - rounds * round - group * chunk, chunk), 0);
   }
   template <int kDealtTiles>
@@ -157,7 +171,7 @@ struct Schedule {
     return (unit_begin + tiles - 1) / chunk - first_group(unit_begin) + 1;
   }
   __device__ __forceinline__ int place(int unit_begin, int i) const {
-    if constexpr (kOne) return i * 2;
+    if constexpr (kOne) return base * groups + i;
     const int group = first_group(unit_begin) + i;
     return group * 2 + (i == 0 && group * chunk < unit_begin ? 1 : 0);
   }
@@ -214,11 +228,13 @@ struct Cursor {
   __device__ __forceinline__ void advance(const Schedule<kOrder>& schedule, int positions) {
     remaining -= positions;
     tile += positions;
-    while (remaining > 0 && tile >= schedule.tiles(sequence)) {
-      tile -= schedule.tiles(sequence);
-      if (++pass == schedule.passes) {
-        pass = 0;
-        ++sequence;
+    if constexpr (!Schedule<kOrder>::kOne) {
+      while (remaining > 0 && tile >= schedule.tiles(sequence)) {
+        tile -= schedule.tiles(sequence);
+        if (++pass == schedule.passes) {
+          pass = 0;
+          ++sequence;
+        }
       }
     }
   }

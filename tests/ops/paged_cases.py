@@ -105,7 +105,7 @@ def check_paged(
 def configured(counters: Any = None, sm_count: int = 132, **changes: Any) -> Any:
     """`cki.paged_attention` with changes to the heuristic's configuration, on a device of some SMs; not dealt unless
     the changes say so."""
-    changes = {"dealt": False, "cluster": False, **changes}
+    changes = {"dealt": False, "by_lengths": False, "cluster": False, **changes}
 
     def choose(shape: DecodeShape, device: Any) -> DecodeConfig:
         return dataclasses.replace(

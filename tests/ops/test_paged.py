@@ -124,6 +124,23 @@ def test_one_sequence_is_dealt(device, merge, groups, length):
         assert not device.numpy(counters).any()
 
 
+@pytest.mark.parametrize("merge", ["here", "launch"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sequences_of_about_one_length_are_dealt(device, monkeypatch, merge, splits):
+    """The first two batches are dealt, the others' line is cut: each is read and merged its own way."""
+    stage = 2 * 16 * 16 * 2  # bytes of a tile
+    monkeypatch.setattr("cki.ops.paged._DEALING_SAVES", 24 * 2 * stage)
+    for seed, lengths in enumerate(([300, 300, 300], [310, 120, 290], [700, 3, 40], [0, 0, 416])):
+        cache, table = paged_cache(lengths, 16, 2, 16, F16, seed=seed)
+        counters = device.array(np.zeros(3 * 3 * 4, np.uint32)) if merge == "here" else None
+        run = configured(
+            counters, groups=3 * splits, together=2, warps=2, stages=2, dealt=True, by_lengths=True
+        )
+        check_paged(device, queries(3, 3, 4, 16, F16), cache, table, lengths, run=run)
+        if counters is not None:
+            assert not device.numpy(counters).any()
+
+
 def test_clusters_of_several_sequences(device):
     """Each has its own blocks, whatever its length is."""
     lengths = [900, 0, 30, 17]
