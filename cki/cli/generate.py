@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cki.engine import LLM, Generation, SamplingParams
+    from cki.engine.llm import LLM, Prompt
 
 #: Tokens for which the simulated device has the patience.
 _SIMULATED_TOKENS, _TOKENS = 8, 128
@@ -79,17 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{place}, {llm.model.dtype}: {weights:.0f} MiB of weights in {time.perf_counter() - begun:.1f} s",
         file=sys.stderr,
     )
-    _run(llm, arguments.prompt, params, arguments.chat)
-    return 0
-
-
-def _run(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat: bool) -> None:
-    def submit(prompt: str) -> Generation:
-        return llm.chat([{"role": "user", "content": prompt}], params) if chat else llm.submit(prompt, params)
-
-    generations = [submit(prompt) for prompt in prompts]
-    for prompt, generation in zip(prompts, generations):
-        print(prompt, end="\n" if chat else "", flush=True)
+    begun = time.perf_counter()
+    prompts = [_prompt(llm, text, arguments.chat) for text in arguments.prompt]
+    llm.warm_up(prompts)
+    print(f"kernels of its steps in {time.perf_counter() - begun:.1f} s", file=sys.stderr)
+    generations = [llm.submit(prompt, params) for prompt in prompts]
+    for text, generation in zip(arguments.prompt, generations):
+        print(text, end="\n" if arguments.chat else "", flush=True)
         for chunk in generation:
             print(chunk.text, end="", flush=True)
         print()
@@ -99,3 +95,10 @@ def _run(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat: bool) -
             f"first after {1e3 * stats.time_to_first_token_s:.0f} ms, then {stats.tok_per_sec:.1f} tokens/s]",
             file=sys.stderr,
         )
+    return 0
+
+
+def _prompt(llm: LLM, text: str, chat: bool) -> Prompt:
+    if not chat or llm.tokenizer is None:
+        return text
+    return llm.tokenizer.encode(llm.tokenizer.chat([{"role": "user", "content": text}]), special=False)

@@ -6,7 +6,7 @@ Roles are the names under which a step's plan knows the weights; matrices lie as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -34,6 +34,9 @@ _LAYER_PARTS = {
     "bd": ("mlp.down_proj.bias",),
 }
 _MODEL_PARTS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
+
+#: Where weights come from: see `DeviceWeights`.
+WeightSource = Mapping[str, np.ndarray] | Callable[[str, CacheTensor], None]
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -76,14 +79,15 @@ def source_names(role: str) -> tuple[str, ...]:
 class DeviceWeights:
     """All weights of a model on a device, converted to one element type.
 
-    weights: Hugging Face's names to NumPy arrays, read one after the other and not kept.  positions: as many as the
-    table of cosines and sines has, where the model needs one (role "cos_sin").
+    weights: Hugging Face's names to NumPy arrays, read one after the other and not kept; or a function of role and
+    tensor that fills the tensor (weights that never were on the host).  positions: as many as the table of cosines and
+    sines has, where the model needs one (role "cos_sin").
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, np.ndarray],
+        weights: WeightSource,
         dtype: DType,
         device: DeviceInfo,
         positions: int,
@@ -99,8 +103,12 @@ class DeviceWeights:
         self._tensors = DeviceTensors(device, specs)
         self.nbytes = self._tensors.nbytes
         for role, shape in shapes.items():
+            if callable(weights):
+                weights(role, self._tensors[role])
+                continue
             first = 0
-            for part in _parts(role, weights):
+            for name in source_names(role):
+                part = weights[name]
                 self._tensors.write(role, part, first=first)
                 first += part.size
             assert first == np.prod(shape), role
@@ -111,8 +119,3 @@ class DeviceWeights:
     def items(self) -> Sequence[tuple[str, CacheTensor]]:
         """Roles and tensors."""
         return self._tensors.items()
-
-
-def _parts(role: str, weights: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
-    for name in source_names(role):
-        yield weights[name]

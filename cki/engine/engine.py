@@ -51,6 +51,11 @@ class Engine:
             if not request.chunks and not request.is_finished:
                 self._guarded_step()
 
+    def warm_up(self, prompt_lengths: Sequence[int]) -> None:
+        """See `DecoderModel.warm_up`."""
+        with self._step_lock:
+            self.model.warm_up(prompt_lengths)
+
     def _guarded_step(self) -> None:
         try:
             if self._broken is not None:

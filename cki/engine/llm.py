@@ -19,6 +19,7 @@ import numpy as np
 from cki import dtypes
 from cki.device import DeviceInfo, cuda_device, current, sim_device
 from cki.engine.config import ModelConfig
+from cki.engine.device_weights import WeightSource
 from cki.engine.engine import Engine
 from cki.engine.files import open_model
 from cki.engine.model import DecoderModel, ModelLimits
@@ -107,15 +108,16 @@ class LLM:
 
     @classmethod
     def from_weights(
-        cls, config: ModelConfig, weights: Mapping[str, np.ndarray], tokenizer: Tokenizer | None = None, **options: Any
+        cls, config: ModelConfig, weights: WeightSource, tokenizer: Tokenizer | None = None, **options: Any
     ) -> LLM:  # fmt: skip
-        """A model of NumPy arrays under Hugging Face's names.  options: those of the class."""
+        """A model of NumPy arrays under Hugging Face's names, or of what fills its tensors on the device
+        (`cki.engine.device_weights.DeviceWeights`).  options: those of the class."""
         llm = cls.__new__(cls)
         llm._build(config, weights, tokenizer, **options)
         return llm
 
     def _build(
-        self, config: ModelConfig, weights: Mapping[str, np.ndarray], tokenizer: Tokenizer | None, *,
+        self, config: ModelConfig, weights: WeightSource, tokenizer: Tokenizer | None, *,
         dtype: str | None = None, device: str | None = None, max_length: int | None = None, max_sequences: int = 64,
         max_step_tokens: int = 2048, block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
     ) -> None:  # fmt: skip
@@ -146,7 +148,7 @@ class LLM:
 
         prompts: texts or lists of token ids; one alone is as good.  params: for all, or one for each; default greedy.
         """
-        listed: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        listed = _listed(prompts)
         each = (
             [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
         )
@@ -174,6 +176,13 @@ class LLM:
             raise InvalidArgumentError("the model has no tokenizer", hint="a prompt of token ids")
         text = self.tokenizer.chat(messages, **variables)
         return self.submit(self.tokenizer.encode(text, special=False), params)
+
+    def warm_up(self, prompts: Prompt | Sequence[Prompt]) -> None:
+        """Compile what answering these prompts launches, and record its graphs, so that the first answer is as fast as
+        the next.  Nothing is computed."""
+        listed = _listed(prompts)
+        if listed:
+            self.engine.warm_up([len(self._ids(prompt)) for prompt in listed])
 
     def _submit(self, request: Request) -> Generation:
         self.engine.add(request)
@@ -219,11 +228,13 @@ class LLM:
         return ids
 
 
-def _is_prompt(prompts: Any) -> bool:
+def _listed(prompts: Any) -> list[Prompt]:
+    """A list of prompts; one alone becomes one."""
     if isinstance(prompts, str):
-        return True
+        return [prompts]
     try:
-        return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence, np.ndarray))
+        is_one = len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence, np.ndarray))
+        return [prompts] if is_one else list(prompts)
     except (TypeError, KeyError) as error:
         raise InvalidTypeError(f"prompts is a {type(prompts).__name__}, no text and no list") from error
 

@@ -11,7 +11,7 @@ Which sequences run, and when, is the scheduler's matter (`cki.engine.scheduler`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_memory import DeviceTensors, Readback, StagedTensors, free_bytes, new_stream
-from cki.engine.device_weights import DeviceWeights
+from cki.engine.device_weights import DeviceWeights, WeightSource
 from cki.engine.program import StepProgram, Workspace
 from cki.engine.step_plan import SAMPLING, CacheGeometry, DecoderPlanner, StepShape
 from cki.memory import PagedKVCache
@@ -100,13 +100,14 @@ def bucket(count: int, largest: int) -> int:
 class DecoderModel:
     """A model's weights and cache on one device, and its compiled steps.  Belongs to one thread at a time.
 
-    weights: Hugging Face's names to NumPy arrays.  dtype: of weights, activations and cache.  cache_nbytes: of keys and
-    values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
+    weights: Hugging Face's names to NumPy arrays, or what fills them (`DeviceWeights`).  dtype: of weights, activations
+    and cache.  cache_nbytes: of keys and values; None takes most of a GPU's free memory, on the simulated device room
+    for two sequences of max_length.
     graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, np.ndarray], *, dtype: DType, device: DeviceInfo,
+        self, config: ModelConfig, weights: WeightSource, *, dtype: DType, device: DeviceInfo,
         limits: ModelLimits, block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
         stream: int | None = None,
     ) -> None:  # fmt: skip
@@ -165,13 +166,9 @@ class DecoderModel:
         """
         counts = np.array([len(row.tokens) for row in rows], np.int64)
         self.cache.prepare_step([row.sequence for row in rows], counts)
-        shape = StepShape(
-            bucket(int(counts.sum()), self._most_tokens), bucket(len(counts), self.limits.max_sequences), False,
-            min(1 << (int(counts.max()) - 1).bit_length(), 128),
-        )  # fmt: skip
         tokens = np.concatenate([np.asarray(row.tokens, np.int32) for row in rows])
         self._inputs.send({"tokens": tokens, "last_rows": np.cumsum(counts) - 1}, self.stream)
-        return self._run(shape, rows)
+        return self._run(self._prefill_shape(counts), rows)
 
     def decode(self, rows: Sequence[StepRow], *, chained: bool = False) -> StepResult:
         """Store one new token of each sequence and choose what follows; otherwise as `prefill`.
@@ -182,8 +179,22 @@ class DecoderModel:
         self.cache.prepare_step([row.sequence for row in rows])
         if not chained:
             self._inputs.send({"tokens": [row.tokens[0] for row in rows]}, self.stream)
-        size = bucket(len(rows), self.limits.max_sequences)
-        return self._run(StepShape(size, size, True), rows)
+        return self._run(self._decode_shape(len(rows)), rows)
+
+    def warm_up(self, prompt_lengths: Sequence[int]) -> int:
+        """Compile the steps that prompts of these lengths take when they begin together, and record their graphs.
+
+        Nothing runs.  Returns the number of steps that are compiled by now.
+        """
+        self.program(self._decode_shape(min(len(prompt_lengths), self.limits.max_sequences)))
+        room, counts = self.limits.max_step_tokens, []
+        for length in prompt_lengths[: self.limits.max_sequences]:
+            counts.append(min(length, room))
+            room -= counts[-1]
+            if not room:
+                break
+        self.program(self._prefill_shape(np.array(counts)))
+        return len(self._programs)
 
     def remember(self, seen_row: int, tokens: Sequence[int]) -> None:
         """Make a row of remembered tokens hold exactly these; the tokens of its sequence are added as they come."""
@@ -195,6 +206,15 @@ class DecoderModel:
     def logits(self) -> CacheTensor:
         """Logits of the last step's rows, [max_sequences, vocab_size] on the device."""
         return self._buffers["logits"]
+
+    def _prefill_shape(self, counts: np.ndarray) -> StepShape:
+        longest = min(1 << (int(counts.max()) - 1).bit_length(), 128)
+        tokens = bucket(int(counts.sum()), self._most_tokens)
+        return StepShape(tokens, bucket(len(counts), self.limits.max_sequences), False, longest)
+
+    def _decode_shape(self, rows: int) -> StepShape:
+        size = bucket(rows, self.limits.max_sequences)
+        return StepShape(size, size, True)
 
     def _run(self, shape: StepShape, rows: Sequence[StepRow]) -> StepResult:
         sampling = tuple(row.sampling for row in rows)

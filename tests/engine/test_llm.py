@@ -178,6 +178,32 @@ def test_requests_from_several_threads(llm):
     assert len(results) == 4
 
 
+def test_warming_up_compiles_what_the_prompts_need(device):
+    llm = llm_on(device.kind)
+    llm.warm_up(PROMPTS[:3])
+    compiled = set(llm.model._programs)
+    assert len(compiled) == 2
+    llm.generate(PROMPTS[:3], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert compiled <= set(llm.model._programs)
+    assert llm.model.cache.blocks_used == 0
+    llm.warm_up([])
+    llm.warm_up("a")
+
+
+def test_weights_can_come_from_a_function(llm):
+    """Tensors are filled on the device: the same model without a copy on the host."""
+    from cki.engine.device_weights import source_names
+
+    def fill(role, tensor):
+        tensor.numpy()[...] = np.concatenate([WEIGHTS[name] for name in source_names(role)])
+
+    other = LLM.from_weights(
+        LLAMA, fill, Letters(), dtype="f32", device="sim", max_length=64, max_sequences=2
+    )
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    assert other.generate(PROMPTS[1], params)[0].token_ids == llm.generate(PROMPTS[1], params)[0].token_ids
+
+
 def test_a_chat_is_its_template(llm):
     messages = [{"role": "user", "content": "Hi"}]
     output = llm.chat(messages, SamplingParams(max_tokens=2, ignore_eos=True)).result()
