@@ -4,8 +4,8 @@
     python bench/engine.py --models smollm2 --batches 1 4 --transformers
 
 Every row is preceded by its gate.  Where a decode step has written the keys of a sequence token by token, its logits
-must be those of a prefill of the same tokens, which other kernels compute; with `--transformers` greedy texts of SmolLM2
-in f32 must be those of transformers.  A row that fails its gate is not measured.
+must be those of a prefill of the same tokens, which other kernels compute; with `--transformers` greedy texts of
+SmolLM2 in f32 must be those of transformers.  A row that fails its gate is not measured.
 
     step    wall clock of chained decode steps, host work and tables included, median over steps
     device  the step's graph alone, replayed between two events
@@ -112,7 +112,7 @@ def sequences_of(model: DecoderModel, prompts: Sequence[np.ndarray]) -> list[int
 
 
 def gate(model: DecoderModel, prompt: np.ndarray, tokens: Sequence[int]) -> float:
-    """Largest difference of logits, over their spread, of decoding `tokens` after the prompt and a prefill of it all."""
+    """Largest difference of logits, over their spread, of decoding `tokens` after a prompt and a prefill of all."""
     found = []
     for decoded in (True, False):
         (sequence,) = sequences_of(model, [prompt if decoded else np.concatenate([prompt, tokens])])

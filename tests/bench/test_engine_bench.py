@@ -1,4 +1,4 @@
-"""bench/engine.py as far as it goes without a GPU: its gate tells right steps from wrong ones, its shapes are a model."""
+"""bench/engine.py as far as it goes without a GPU: its gate tells right steps from wrong ones."""
 
 from __future__ import annotations
 
