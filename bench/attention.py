@@ -107,8 +107,9 @@ def cki_call(shape: Shape, tiles: AttentionTiles | HopperTiles | None = None) ->
     if tiles is None:
         return lambda q, k, v, out: cki.attention(q, k, v, causal=shape.causal, out=out)
     spec = spec_with_tiles(tiles)
-    attributes = (shape.causal, "bottom_right", None, (-1, -1), 0.0, False)
-    return lambda q, k, v, out: call(spec, (q, k, v, None, None, None, None), attributes, (out, None))
+    attributes = (shape.causal, "bottom_right", None, (-1, -1), 0.0, False, 0.0)
+    inputs = (None,) * 6  # bias, mask and so on
+    return lambda q, k, v, out: call(spec, (q, k, v, *inputs), attributes, (out, None))
 
 
 def torch_call(shape: Shape, backend: str) -> Callable[..., Any]:
@@ -200,18 +201,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--chosen", action="store_true", help="with --hopper: the heuristics' choice alone")
     parser.add_argument(
+        "--variant", action="append", default=[], metavar="FIELD=VALUE[,...]",
+        help="with --hopper: the choice with these fields changed, beside it; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
         "--hopper-worker", nargs="+", help=argparse.SUPPRESS
-    )  # shape, dtype, candidates to check
+    )  # shape, dtype, candidate; again
     options = parser.parse_args(argv)
     if options.hopper or options.hopper_worker:
         import attention_hopper
 
         if options.hopper_worker:
-            shape, dtype, *names = options.hopper_worker
-            attention_hopper.worker(shape, dtype, names)
+            words = options.hopper_worker
+            kernels = [attention_hopper.Kernel(*words[i : i + 3]) for i in range(0, len(words), 3)]
+            attention_hopper.worker(kernels, options.variant)
         else:
             given = [(text, options.dtype) for text in options.shape or ()]
-            attention_hopper.run(given or attention_hopper.CELLS, options.chosen)
+            attention_hopper.run(given or attention_hopper.CELLS, options.chosen, options.variant)
         return
     common.require_gpu()
     wanted = [(text, options.dtype) for text in options.shape] if options.shape else SHAPES

@@ -3,6 +3,7 @@
     python bench/attention.py --hopper                                 # all cells, about 8 minutes on an H200
     python bench/attention.py --hopper --chosen                        # the heuristics' choices alone, 2 minutes
     python bench/attention.py --hopper --shape 2x8192x16x128:causal --dtype bf16
+    python bench/attention.py --hopper --variant overlap_tiles=False   # the choices, beside them with a field changed
 
 Two phases.  First each distinct kernel is checked in a worker process (the bound of the tests, on a shape that wraps
 the rings); a worker that dies or is silent for a minute costs its candidate only, not the run.  Then all sound
@@ -16,7 +17,10 @@ FA3 is measured where `flash_attn_interface` can be imported.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
+import functools
 import importlib
 import io
 import math
@@ -26,7 +30,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attention
 import common
@@ -53,13 +57,20 @@ SILENCE_SECONDS = 60
 ROUNDS = 20
 
 
-def candidates(shape: Shape) -> dict[str, HopperTiles]:
-    """Tiles by name, the heuristics' own choice first."""
+def with_field(tiles: HopperTiles, text: str) -> HopperTiles:
+    """Tiles with a field changed: `block_keys=160`, `overlap_tiles=False`, `schedule='fixed'`."""
+    name, _, value = text.partition("=")
+    return dataclasses.replace(tiles, **{name: ast.literal_eval(value)})
+
+
+def candidates(shape: Shape, variants: Sequence[str] = ()) -> dict[str, HopperTiles]:
+    """Tiles by name, the heuristics' own choice first, then its variants: fields to change, joined by commas."""
     dim, device = padded(shape.dim), sim_device("sm_90a")  # the sizes of an H200
     chosen = choose_hopper_tiles(
         shape.tokens, shape.tokens, shape.batch * shape.heads, dim, dim, shape.causal, True, device
     )
-    found = dict.fromkeys((chosen, *tuning_candidates(dim, dim, shape.causal, device)))
+    varied = [functools.reduce(with_field, text.split(","), chosen) for text in variants]
+    found = dict.fromkeys((chosen, *varied, *tuning_candidates(dim, dim, shape.causal, device)))
     return {f"hopper {tiles}": tiles for tiles in found}
 
 
@@ -68,54 +79,65 @@ def check_shape(shape: Shape) -> Shape:
     return shape._replace(batch=2, tokens=1111)
 
 
-def worker(text: str, dtype: str, names: Sequence[str]) -> None:
-    """Checks the named candidates; one line before and one after each."""
-    shape = check_shape(attention.parse(text, dtype))
-    tiles = candidates(attention.parse(text, dtype))
-    inputs = attention.make_inputs(shape, 0)
-    for name in names:
-        print(f"BEGIN {name}", flush=True)
-        run = attention.cki_call(shape, tiles[name])
+class Kernel(NamedTuple):
+    """A candidate of a shape, to be checked."""
+
+    text: str
+    dtype: str
+    name: str
+
+    @property
+    def distinct(self) -> tuple[int, bool, str, str]:
+        """The same for shapes that take the same kernel."""
+        shape = attention.parse(self.text, self.dtype)
+        return shape.dim, shape.causal, self.dtype, self.name
+
+
+def worker(kernels: Sequence[Kernel], variants: Sequence[str]) -> None:
+    """Checks candidates; one line before and one after each."""
+    for index, (text, dtype, name) in enumerate(kernels):
+        print(f"BEGIN {index}", flush=True)
+        shape = check_shape(attention.parse(text, dtype))
+        inputs = attention.make_inputs(shape, 0)
+        run = attention.cki_call(shape, candidates(attention.parse(text, dtype), variants)[name])
         try:
             for _ in range(3):  # the dynamic schedule's counter is used again
                 attention.check(shape, run, inputs, name)
         except SystemExit as error:
-            print(f"WRONG {error}", flush=True)
+            print(f"WRONG {index} {error}", flush=True)
         else:
-            print(f"SOUND {name}", flush=True)
+            print(f"SOUND {index}", flush=True)
 
 
-def sound(text: str, dtype: str, names: Sequence[str]) -> list[str]:
+def sound(kernels: Sequence[Kernel], variants: Sequence[str]) -> list[Kernel]:
     """The candidates that compute the right thing; prints what is wrong with the others."""
-    left, good = list(names), []
+    left, good = list(kernels), []
     while left:
-        script = [
-            sys.executable,
-            str(Path(__file__).with_name("attention.py")),
-            "--hopper-worker",
-            text,
-            dtype,
-        ]
-        process = subprocess.Popen([*script, *left], stdout=subprocess.PIPE, text=True)
+        script = [sys.executable, str(Path(__file__).with_name("attention.py"))]
+        script += [argument for text in variants for argument in ("--variant", text)]
+        words = [word for kernel in left for word in kernel]
+        process = subprocess.Popen([*script, "--hopper-worker", *words], stdout=subprocess.PIPE, text=True)
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
-        current = left[0]
+        asked, current = list(left), left[0]
         try:
             while (line := lines.get(timeout=SILENCE_SECONDS)) is not None:
                 word, _, rest = line.strip().partition(" ")
-                if word == "BEGIN":
-                    current = rest
-                elif word in ("SOUND", "WRONG"):
+                if word not in ("BEGIN", "SOUND", "WRONG"):
+                    continue
+                index, _, problem = rest.partition(" ")
+                current = asked[int(index)]
+                if word != "BEGIN":
                     left.remove(current)
                     good += [current] if word == "SOUND" else []
-                    if word == "WRONG":
-                        print(f"{text} {dtype}: {rest}", flush=True)
+                if word == "WRONG":
+                    print(f"{current.text} {current.dtype}: {problem}", flush=True)
             failure = f"worker ended with {process.wait()}"
         except queue.Empty:
             process.kill()
             failure = f"silent for {SILENCE_SECONDS} s"
         if left:
-            print(f"{text} {dtype}: {current}: {failure}", flush=True)
+            print(f"{current.text} {current.dtype}: {current.name}: {failure}", flush=True)
             left.remove(current)
     return good
 
@@ -143,10 +165,12 @@ def generic_call(shape: Shape) -> Callable[..., Any]:
     )
 
 
-def measure(text: str, dtype: str, names: Sequence[str], with_generic: bool) -> list[dict[str, object]]:
+def measure(
+    text: str, dtype: str, names: Sequence[str], variants_asked: Sequence[str], with_generic: bool
+) -> list[dict[str, object]]:
     """Rows of one shape, all implementations in turn."""
     shape = attention.parse(text, dtype)
-    tiles = candidates(shape)
+    tiles = candidates(shape, variants_asked)
     variants: dict[str, Callable[..., Any]] = {"generic": generic_call(shape)} if with_generic else {}
     variants |= {name: attention.cki_call(shape, tiles[name]) for name in names}
     variants["cudnn"] = attention.torch_call(shape, "cudnn")
@@ -188,21 +212,25 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False) -> None:
+def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False, variants: Sequence[str] = ()) -> None:
     """Checks, times, writes the CSV after every shape, prints the summary.
 
-    only_chosen: the heuristics' choice alone."""
+    only_chosen: the heuristics' choice alone, or with `variants` of it."""
     common.require_gpu()
-    checked: dict[tuple[int, bool, str, str], bool] = {}
+    count = 1 + len(variants) if only_chosen or variants else None
+    kernels = {
+        (text, dtype): [
+            Kernel(text, dtype, name)
+            for name in list(candidates(attention.parse(text, dtype), variants))[:count]
+        ]
+        for text, dtype in wanted
+    }
+    distinct = {kernel.distinct: kernel for found in kernels.values() for kernel in found}
+    good = {kernel.distinct for kernel in sound(list(distinct.values()), variants)}
     rows: list[dict[str, object]] = []
     for text, dtype in wanted:
-        shape = attention.parse(text, dtype)
-        names = list(candidates(shape))[: 1 if only_chosen else None]
-        keys = {name: (shape.dim, shape.causal, dtype, name) for name in names}
-        if unknown := [name for name in names if keys[name] not in checked]:
-            good = sound(text, dtype, unknown)
-            checked |= {keys[name]: name in good for name in unknown}
-        rows += measure(text, dtype, [name for name in names if checked[keys[name]]], not only_chosen)
+        names = [kernel.name for kernel in kernels[text, dtype] if kernel.distinct in good]
+        rows += measure(text, dtype, names, variants, count is None)
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
             common.write_csv("attention_hopper", rows)
         print(f"measured {text} {dtype}", flush=True)

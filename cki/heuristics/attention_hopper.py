@@ -31,13 +31,16 @@ _L2_SHARE = 0.55
 #: Keys from which wide tiles of keys win although they waste more of the last one.
 _LONG_KEYS = 2048
 _REGISTER_FILE = 65536
+#: Query rows of a consumer warpgroup: the M of wgmma.
+GROUP_ROWS = 64
 
 
 @dataclass(frozen=True)
 class HopperTiles:
     """consumers: warpgroups of 64 query rows each.  block_keys: keys a tile, a multiple of 16.  stages: of the rings of
     keys and of values.  ping_pong: warpgroups take turns at starting products.  schedule: one of SCHEDULES.
-    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each)."""
+    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).  overlap_tiles: a block
+    starts the first scores of a tile before the last values of the one before have ended."""
 
     consumers: int
     block_keys: int
@@ -45,10 +48,11 @@ class HopperTiles:
     ping_pong: bool = True
     schedule: str = "single"
     blocks_per_sm: int = 1
+    overlap_tiles: bool = True
 
     @property
     def block_rows(self) -> int:
-        return 64 * self.consumers
+        return GROUP_ROWS * self.consumers
 
     @property
     def threads(self) -> int:
@@ -80,12 +84,14 @@ class HopperTiles:
         key_row = -(-head_dim * 2 // key_span(head_dim)) * key_span(head_dim)
         tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
         tiles += self.stages * self.block_keys * value_dim * 2
-        return tiles + 16 * (1 + 2 * self.stages + 2 + 1) + 2 * (28 if packed else 4)
+        return tiles + 16 * (self.consumers + 2 * self.stages + 2 + 1) + 2 * (28 if packed else 12)
 
     def __str__(self) -> str:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
         if self.ping_pong:
             text += ", ping-pong"
+        if not self.overlap_tiles:
+            text += ", tiles apart"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

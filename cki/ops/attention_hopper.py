@@ -15,6 +15,7 @@ from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import padded
 from cki.heuristics.attention_hopper import (
+    GROUP_ROWS,
     MIN_QUERIES,
     SCHEDULES,
     HopperTiles,
@@ -30,7 +31,7 @@ from cki.ops.packed_sequences import PackedSequences
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 #: Parameters before and after those that the generic kernel has too.
-_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "ii"
+_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "i" * 5
 _ARCH = "sm_90a"
 #: Keys that one TMA copy brings at least: whole patterns of every swizzle.
 _BOX_KEYS = 16
@@ -157,13 +158,14 @@ def plan_hopper(
     blocks = work if tiles.schedule == "single" else min(work, resident)
     kv_bytes = keys * (head_dim + value_dim) * itemsize
     section = heads_per_section(kv_bytes, group, batch * heads, row_blocks, resident, device)
+    order = row_blocks, batch * heads, section, section * row_blocks, work
     producer_registers, consumer_registers = tiles.register_shares(packed is not None)
     kernel = kernel_spec(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
-        kStages=tiles.stages, kPingPong=tiles.ping_pong, kSchedule=SCHEDULES.index(tiles.schedule),
-        kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
+        kStages=tiles.stages, kPingPong=tiles.ping_pong, kOverlapTiles=tiles.overlap_tiles,
+        kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),
         kMaskKeyStride=_key_stride(mask), kMaskPair=_has_pairs(mask, keys),
@@ -173,12 +175,12 @@ def plan_hopper(
     counter: ArgumentValue = dense(COUNTER[0], (1,), dtypes.u32) if is_dynamic else NullPointer()
     key_box, value_box = key_span(key_columns) // itemsize, value_span(value_columns) // itemsize
     maps = (
-        _tensor_map(q, tiles.block_rows, key_box),
+        _tensor_map(q, GROUP_ROWS, key_box),
         _tensor_map(k, box_keys, key_box),
         _tensor_map(v, box_keys, value_box),
     )
     step = Step(
-        kernel, (blocks, 1, 1), (tiles.threads, 1, 1), (*maps, counter, *arguments, batch, section),
+        kernel, (blocks, 1, 1), (tiles.threads, 1, 1), (*maps, counter, *arguments, *order),
         tiles.shared_memory(key_columns, value_columns, packed is not None), programmatic=is_dynamic,
         reason=f"wgmma and TMA, {tiles}",
     )  # fmt: skip

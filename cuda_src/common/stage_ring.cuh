@@ -48,6 +48,12 @@ struct StageRing {
     advance();
   }
 
+  // The same in a ring with a stage for each consumer, whose cursor stays where it is.
+  __device__ __forceinline__ void release_own() {
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + stage);
+    phase ^= 1;
+  }
+
   // Producer: all consumers are done with the stage's last contents. A fresh barrier answers at once.
   __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(empty + stage, phase ^ 1); }
 };

@@ -22,18 +22,15 @@
 // several; those past the end as zeros. packed_work.cuh says how a block finds its sequence.
 //
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
+#include "attention/hopper/configuration.cuh"
 #include "attention/hopper/epilogue.cuh"
 #include "attention/hopper/finish_logits.cuh"
-#include "attention/hopper/key_range.cuh"
-#include "attention/hopper/packed_work.cuh"
 #include "attention/hopper/products.cuh"
 #include "attention/hopper/repair.cuh"
-#include "attention/hopper/scheduler.cuh"
 #include "attention/hopper/shared_tiles.cuh"
 #include "attention/hopper/softmax.cuh"
 #include "attention/logits.cuh"
 #include "attention/paged_tile.cuh"
-#include "common/key_band.cuh"
 #include "common/online_softmax.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
@@ -48,61 +45,6 @@
 
 using namespace cki;
 using namespace cki::attention;
-
-constexpr int kGroupRows = 64;  // of one consumer warpgroup: the M of wgmma
-constexpr int kBlockRows = kGroupRows * kConsumers;
-constexpr int kThreads = 128 * (kConsumers + 1);
-
-// What the logits go through besides the scale; the names are the prelude's.
-struct Features {
-  static constexpr bool kSoftcap = ::kSoftcap;
-  static constexpr bool kAlibi = ::kAlibi;
-  static constexpr bool kBias = ::kBias;
-  static constexpr bool kMask = ::kMask;
-  static constexpr bool kScaleFirst = ::kScaleFirst;
-  static constexpr bool kLimitLeft = ::kLimitLeft;
-  static constexpr int kBiasKeyStride = ::kBiasKeyStride, kMaskKeyStride = ::kMaskKeyStride;
-  static constexpr bool kBiasPair = ::kBiasPair, kMaskPair = ::kMaskPair;
-};
-// Whether a key that exists may be hidden from a row; the next sequence's keys are.
-constexpr bool kHides = kVarlen || kLimitLeft || kLimitRight || kBias || kMask;
-// Whether the rows of a warpgroup may see different keys in another tile than the one that holds the last key.
-constexpr bool kHasLimits = kLimitLeft || kLimitRight;
-// Order of a step's softmax. Wide outputs take many instructions to rescale: row by row, the first row's run beside the
-// second row's exponentials. With a bias, a mask or the like that order spills.
-constexpr bool kRowByRow = kValueDim > 128 && !kScaleFirst && !kMask;
-
-// Whether every tile is tested key by key: beside a bias, a mask or the like the tests cost little, and loops of their own
-// for whole tiles cost registers.
-constexpr bool kTestAll = kHasLimits && (kScaleFirst || kMask);
-
-static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
-static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
-
-// A compile-time choice as an argument of a lambda.
-template <bool kChoice>
-struct Constant {
-  static constexpr bool kValue = kChoice;
-};
-
-using Band = KeyBand<kLimitLeft, kLimitRight>;
-using Range = KeyRange<kBlockKeys>;
-using QueryTile = SlabTile<kBlockRows, kHeadDim, kKeySpan>;
-using KeyTile = SlabTile<kBlockKeys, kHeadDim, kKeySpan>;
-using ValueTile = SlabTile<kBlockKeys, kValueDim, kValueSpan>;
-using Layout = SharedLayout<QueryTile, KeyTile, ValueTile, kStages,
-                            static_cast<int>(kVarlen ? sizeof(SequenceTile) : sizeof(int))>;
-using DenseWork = WorkSource<static_cast<Schedule>(kSchedule)>;
-using Sequences = SequenceList<kBlockRows, kPaged, QueryOffset, KeyOffset>;
-using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRight, Sequences>;
-
-// What a consumer's thread keeps of its two rows from tile to tile.
-struct Rows {
-  float output[kValueDim / 2];
-  u32 weights[kBlockKeys / 16][4];  // of the tile whose values are to be added next
-  SoftmaxRow softmax[2];
-  QueryRow<BiasElement> query[2];
-};
 
 // Scores of a finished product to logits. kBandTest: some row does not see some key of the tile.
 template <bool kBandTest>
@@ -130,34 +72,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const QueryOffset* __restrict__ cu_seqlens_q, const KeyOffset* __restrict__ key_offsets,
     const TableIndex* __restrict__ block_table,                                     //
     i64 q_offset_stride, i64 key_offset_stride, i64 table_batch, i64 table_column,  //
-    int sequences, int blocks, int block_size, int batches, int section_heads) {
+    int sequences, int blocks, int block_size,  //
+    int row_blocks, int batch_heads, int section_heads, int section_tiles, int tiles) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
 
-  StageRing<1> query_ring(smem + Layout::kQueryRing);
+  StageRing<kConsumers> query_ring(smem + Layout::kQueryRing);  // a stage for each consumer
   StageRing<kStages> key_ring(smem + Layout::kKeyRing), value_ring(smem + Layout::kValueRing);
   StageRing<1> tail(smem + Layout::kTailRing);
   const Sequences packed{
       {cu_seqlens_q, q_offset_stride, sequences, query_length, 1}, key_offsets, key_offset_stride, key_length};
-  const int row_blocks = kVarlen ? packed.segments.slots() : (query_length + kBlockRows - 1) / kBlockRows;
-  const WorkOrder order{row_blocks, heads, heads * batches, section_heads};
+  const WorkOrder order{row_blocks, heads, batch_heads, section_heads, section_tiles, tiles};
   auto work = [&] {
     if constexpr (kVarlen) {
       return PackedWork(packed, order, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
     } else {
-      return DenseWork(order.total(), counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
+      return DenseWork(order, query_length, key_length, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
     }
   }();
   // Dense tensors: a sequence is a batch, and all are alike. Packed ones are a batch of one, in which each begins somewhere.
-  const auto tile_of = [&](const auto& source) {
-    if constexpr (kVarlen) {
-      return source.tile;
-    } else {
-      const WorkTile tile = order.tile<kLimitRight>(source.number);
-      return SequenceTile{tile.row_block, tile.head, tile.batch, 0, query_length, 0, key_length};
-    }
-  };
   const auto batch_of = [](const SequenceTile& tile) { return kVarlen ? 0 : tile.sequence; };
   const auto band_of = [&](const SequenceTile& tile) {
     const int shift = kVarlen ? (kBottomRight ? tile.keys - tile.queries : 0) : dense_shift;
@@ -171,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::prefetch_tensormap(&q_map);
     ptx::prefetch_tensormap(&k_map);
     ptx::prefetch_tensormap(&v_map);
-    query_ring.initialise(4 * kConsumers);
+    query_ring.initialise(4);
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
     work.ring.initialise(4 * kConsumers);
@@ -190,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     if (!kVarlen && !is_issuer) return;
     for (work.begin_producer(is_issuer); work.has_work(); work.next_of_producer()) {
       if (!kPaged && !is_issuer) continue;
-      const SequenceTile tile = tile_of(work);
+      const SequenceTile tile = work.tile;
       const Band band = band_of(tile);
       const int first_row = tile.row_block * kBlockRows;
       const Range range(band, first_row, min(first_row + kBlockRows, tile.queries));
@@ -224,13 +158,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       };
       KeyPlace box = find_box(range.end_tile - 1);
       load_keys(range.end_tile - 1, box);
-      query_ring.wait_empty();
-      if constexpr (kPaged) __syncwarp();
-      if (is_issuer) {
-        load_tile<QueryTile>(smem + Layout::kQueries, &q_map, query_ring.full, tile.first_query + first_row, tile.head,
-                             batch_of(tile));
+#pragma unroll 1
+      for (int i = 0; i < kConsumers; ++i) {
+        query_ring.wait_empty();
+        if constexpr (kPaged) __syncwarp();
+        if (is_issuer) {
+          load_tile<QueryTile>(smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
+                               tile.first_query + first_row + i * kGroupRows, tile.head, batch_of(tile));
+        }
+        query_ring.advance();
       }
-      query_ring.advance();
       for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
         const KeyPlace box_of_values = box;
         if (j > range.begin_tile) {
@@ -261,12 +198,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   if constexpr (kConsumerRegisters > 0) ptx::setmaxnreg_inc<kConsumerRegisters>();
   const int consumer = warpgroup - 1;
-  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32 % 4, 0);
+  query_ring.stage = consumer;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);
-  Band band{};
   const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
-  const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * kGroupRows * kKeySpan);
+  const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * QueryTile::kBytes);
   const u64 keys_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kKeys);
   const u64 values_at = wgmma_descriptor_mn_major<kValueSpan>(smem + Layout::kValues, ValueTile::kSlabBytes);
   const auto start_keys = [&](float(&scores)[kBlockKeys / 2]) {
@@ -291,8 +227,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     value_ring.release();
   };
   // S of the first tile, with nothing to overlap it.
-  const auto first_step = [&](Rows& rows, auto band_test, int tile) {
-    float scores[kBlockKeys / 2], correction[2];
+  const auto first_scores = [&](float(&scores)[kBlockKeys / 2]) {
     key_ring.wait_full();
     turns.take();
     ptx::wgmma_fence();
@@ -301,6 +236,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
+  };
+  const auto first_softmax = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Band& band, auto band_test,
+                                 int tile) {
+    float correction[2];
     finish_scores<decltype(band_test)::kValue>(scores, rows, tile * kBlockKeys, band, rules);
     take_tile<decltype(band_test)::kValue || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction,
                                                                           exponent_scale);
@@ -310,10 +249,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   // front of the softmax they would no longer run beside it, behind it the rescaling of the output and the packing of weights
   // would stand alone, while the special function unit idles. ptxas places it by its basic blocks: a branch between the
   // search for the largest score and the exponentials keeps it behind the first of these and in front of most.
-  const auto step = [&](Rows& rows, auto band_test, int tile, bool is_last) {
+  const auto step = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Band& band, auto band_test, int tile,
+                        bool is_last) {
     constexpr bool kBandTest = decltype(band_test)::kValue;
     constexpr bool kMayHide = kBandTest || kBias || kMask;
-    float scores[kBlockKeys / 2], correction[2];
+    float correction[2];
     key_ring.wait_full();
     turns.take();
     ptx::wgmma_fence();
@@ -342,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       };
       const float first = reference(0);
       if (is_last) {
-        query_ring.release();
+        query_ring.release_own();
       } else {
         key_ring.wait_full();  // needed in the next step only; here it is the branch
       }
@@ -351,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       finish_values();
       weights(1, second);
     } else {
-      if (is_last) query_ring.release();
+      if (is_last) query_ring.release_own();
       take_tile<kMayHide, kScaleFirst>(scores, rows.softmax, correction, exponent_scale);
       finish_values();
     }
@@ -359,15 +299,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     scale_rows(rows.output, correction);
   };
 
-  for (work.begin_consumer(); work.has_work(); work.next_of_consumer()) {
-    const SequenceTile tile = tile_of(work);
+  const auto part_of = [&](const SequenceTile& tile) { return Part(tile, band_of(tile), consumer); };
+  work.begin_consumer();
+  Part part = part_of(work.tile);
+  float scores[kBlockKeys / 2];
+  bool is_ahead = false;  // the first scores of the part have been computed beside the last values of the one before
+  while (work.has_work()) {
+    const SequenceTile tile = part.tile;
+    const Band band = part.band;
+    const Range block = part.block, own = part.own;
+    const bool ends_with_block = part.ends_with_block();
     const int queries = tile.queries;
-    band = band_of(tile);
-    const int first_row = tile.row_block * kBlockRows;
-    const int group_row = first_row + consumer * kGroupRows;
-    const Range block(band, first_row, min(first_row + kBlockRows, queries));
-    const Range own(band, group_row, min(group_row + kGroupRows, queries));
-    const int row = group_row + warp * 16 + lane / 4;  // of the pair row, row + 8
+    const int group_row = part.first_row(consumer);
+    u32 thread[1] = {threadIdx.x % 128};
+    ptx::wgmma_fence_registers(thread);  // opaque: computed here, not kept in a register through the main loop
+    const int row = group_row + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);  // of the pair row, row + 8
 
     Rows rows;
 #pragma unroll
@@ -383,42 +329,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) rows.output[i] = 0.0f;
 
-    if (!block.is_empty()) {
+    int j = block.end_tile - 1;
+    if (!is_ahead && !block.is_empty()) {
       query_ring.wait_full();
-      int j = block.end_tile - 1;
       const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
       for (; j >= own_end; --j) skip_tile();
-      if (!own.is_empty()) {
-        if (kHasLimits || own.passes_common_end(j)) {
-          first_step(rows, Constant<true>{}, j);
-        } else {
-          first_step(rows, Constant<false>{}, j);
-        }
-        if (j == own.begin_tile) query_ring.release();
-        --j;
-        if constexpr (kTestAll) {
-          for (; j >= own.begin_tile; --j) step(rows, Constant<true>{}, j, j == own.begin_tile);
-        } else {
-          // A loop for each kind of tile: in one loop with a branch ptxas schedules neither kind as well.
-          if constexpr (kLimitRight) {
-            for (; j >= own.begin_tile && own.passes_common_end(j); --j)
-              step(rows, Constant<true>{}, j, j == own.begin_tile);
-          }
-          const int whole_begin = kLimitLeft ? max(own.begin_tile, own.first_after_common_begin()) : own.begin_tile;
-          for (; j >= whole_begin; --j) step(rows, Constant<false>{}, j, j == own.begin_tile);
-          if constexpr (kLimitLeft) {
-            for (; j >= own.begin_tile; --j) step(rows, Constant<true>{}, j, j == own.begin_tile);
-          }
-        }
-        value_ring.wait_full();
-        ptx::wgmma_fence();
-        start_values(rows);
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_fence_registers(rows.output);
-        value_ring.release();
+      if (!own.is_empty()) first_scores(scores);
+    }
+    if (!own.is_empty()) {
+      if (kHasLimits || own.passes_common_end(j)) {
+        first_softmax(scores, rows, band, Constant<true>{}, j);
+      } else {
+        first_softmax(scores, rows, band, Constant<false>{}, j);
       }
-      for (; j >= block.begin_tile; --j) skip_tile();
-      if (own.is_empty()) query_ring.release();
+      if (j == own.begin_tile) query_ring.release_own();
+      --j;
+      if constexpr (kTestAll) {
+        for (; j >= own.begin_tile; --j) step(scores, rows, band, Constant<true>{}, j, j == own.begin_tile);
+      } else {
+        // A loop for each kind of tile: in one loop with a branch ptxas schedules neither kind as well.
+        if constexpr (kLimitRight) {
+          for (; j >= own.begin_tile && own.passes_common_end(j); --j)
+            step(scores, rows, band, Constant<true>{}, j, j == own.begin_tile);
+        }
+        const int whole_begin = kLimitLeft ? max(own.begin_tile, own.first_after_common_begin()) : own.begin_tile;
+        for (; j >= whole_begin; --j) step(scores, rows, band, Constant<false>{}, j, j == own.begin_tile);
+        if constexpr (kLimitLeft) {
+          for (; j >= own.begin_tile; --j) step(scores, rows, band, Constant<true>{}, j, j == own.begin_tile);
+        }
+      }
     }
 
     // Epilogue.
@@ -427,37 +366,92 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     };
     const i64 out_offset = origin_of(out_batch, out_sequence, out_head);
     float factor[2], log_sum_exp[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      SoftmaxRow& softmax = rows.softmax[r];
-      softmax.finish(kScaleFirst ? 1.0f : scale);
-      factor[r] = sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
-      factor[r] *= softmax.normalizer();
-      log_sum_exp[r] = softmax.log_sum_exp();
-      if (lse != nullptr && lane % 4 == 0 && row + 8 * r < queries) {
-        lse[(static_cast<i64>(batch_of(tile)) * heads + tile.head) * query_length + tile.first_query + row + 8 * r] =
-            log_sum_exp[r];
-      }
-    }
     u32 to_repair[2] = {0, 0};  // lanes whose part of the row is not finite
-    if constexpr (kHides) {
+    const auto finish_softmax = [&] {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const bool is_bad = !is_finite_row(rows.output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
-        to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && row + 8 * r < queries), 0);
-        if (factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
+        SoftmaxRow& softmax = rows.softmax[r];
+        softmax.finish(kScaleFirst ? 1.0f : scale);
+        factor[r] = sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
+        factor[r] *= softmax.normalizer();
+        log_sum_exp[r] = softmax.log_sum_exp();
+        if (lse != nullptr && lane % 4 == 0 && row + 8 * r < queries) {
+          lse[(static_cast<i64>(batch_of(tile)) * heads + tile.head) * query_length + tile.first_query + row + 8 * r] =
+              log_sum_exp[r];
+        }
+      }
+    };
+    const auto store_output = [&] {
+      if constexpr (kHides) {
 #pragma unroll
-          for (int i = 0; i < kValueDim / 2; ++i) {
-            if (i / 2 % 2 == r) rows.output[i] = 0.0f;
+        for (int r = 0; r < 2; ++r) {
+          const bool is_bad = !is_finite_row(rows.output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
+          to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && row + 8 * r < queries), 0);
+          if (factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
+#pragma unroll
+            for (int i = 0; i < kValueDim / 2; ++i) {
+              if (i / 2 % 2 == r) rows.output[i] = 0.0f;
+            }
           }
         }
       }
-    }
-    scale_rows(rows.output, factor);
+      scale_rows(rows.output, factor);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      store_row<Element, kWideStore, kPairStore>(out + out_offset + (row + 8 * r) * out_sequence, out_dim, rows.output,
-                                                 r, value_dim, row + 8 * r < queries);
+      for (int r = 0; r < 2; ++r) {
+        store_row<Element, kWideStore, kPairStore>(out + out_offset + (row + 8 * r) * out_sequence, out_dim, rows.output,
+                                                   r, value_dim, row + 8 * r < queries);
+      }
+    };
+    const auto look_ahead = [&] {
+      work.next_of_consumer();
+      part = part_of(work.tile);
+      is_ahead = kOverlapTiles && work.has_work() && part.begins_with_block();
+    };
+    if (!ends_with_block) {
+      if (!own.is_empty()) {
+        value_ring.wait_full();
+        ptx::wgmma_fence();
+        start_values(rows);
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_fence_registers(rows.output);
+        value_ring.release();
+      }
+      for (; j >= block.begin_tile; --j) skip_tile();
+      if (own.is_empty() && !block.is_empty()) query_ring.release_own();
+      look_ahead();
+      is_ahead = false;
+    } else {
+      value_ring.wait_full();
+      ptx::wgmma_fence();
+      start_values(rows);
+      look_ahead();  // beside the product
+      if (is_ahead) {
+        query_ring.wait_full();
+        key_ring.wait_full();
+        turns.take();
+        ptx::wgmma_fence();
+        start_keys(scores);
+        turns.pass();
+        finish_softmax();
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_fence_registers(rows.output);
+        value_ring.release();
+        store_output();
+        // Was waited for: a branch that keeps the wait below behind the stores.
+        key_ring.wait_full();
+        __syncwarp();
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_fence_registers(scores);
+        key_ring.release();
+      } else {
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_fence_registers(rows.output);
+        value_ring.release();
+      }
+    }
+    if (!is_ahead) {
+      finish_softmax();
+      store_output();
     }
     if constexpr (kHides) {
 #pragma unroll
@@ -467,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
           const int lane_of_row = __ffs(static_cast<int>(bad)) - 1;
           bad &= ~(0xfu << lane_of_row / 4 * 4);
           QueryRow<BiasElement> one = rows.query[r];
-          one.query = group_row + warp * 16 + 8 * r + lane_of_row / 4;
+          one.query = __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r;
           if constexpr (kBias)
             one.bias = bias + batch_of(tile) * bias_batch + tile.head * bias_head + one.query * bias_query;
           if constexpr (kMask)

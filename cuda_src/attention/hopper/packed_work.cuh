@@ -68,7 +68,7 @@ struct PackedWorkSource {
         counter(counter),
         ring(ring_memory),
         tiles(reinterpret_cast<SequenceTile*>(tiles)),
-        numbers(order.total()) {}
+        numbers(order.total) {}
 
   __device__ __forceinline__ bool has_work() const { return tile.row_block >= 0; }
 
@@ -110,7 +110,7 @@ struct PackedWorkSource {
   // The first tile that has rows, from `number` on, goes to the consumers; or the news that there is none.
   __device__ __forceinline__ void publish_from(int number) {
     tile.row_block = -1;
-    while (number < order.total()) {
+    while (number < order.total) {
       const WorkTile slot = order.template tile<kLongestFirst>(number);
       tile = sequences.template tile<kLongestFirst>(slot.row_block, slot.head);
       if (has_work()) break;

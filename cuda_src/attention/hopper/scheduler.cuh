@@ -15,6 +15,7 @@
 // no influence on its result.
 #pragma once
 
+#include "common/reduce.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 
@@ -39,18 +40,18 @@ struct SequenceTile {
   int keys;
 };
 
-// The sizes that turn a number into a tile.
+// The sizes that turn a number into a tile. All of them come from the host: what a block computes and keeps is a register
+// less for its main loop.
 struct WorkOrder {
-  int row_blocks;
+  int row_blocks;     // of a sequence, or slots
   int heads;
   int batch_heads;    // batches times heads
   int section_heads;  // (batch, head) pairs in a section
-
-  __device__ __forceinline__ int total() const { return row_blocks * batch_heads; }
+  int section_tiles;  // row_blocks times section_heads
+  int total;          // row_blocks times batch_heads
 
   template <bool kLongestFirst>
   __device__ __forceinline__ WorkTile tile(int number) const {
-    const int section_tiles = section_heads * row_blocks;
     const int section = number / section_tiles;
     const int first_head = section * section_heads;
     const int heads_here = min(section_heads, batch_heads - first_head);
@@ -84,62 +85,91 @@ struct WorkSequence {
   }
 };
 
-// The numbers of one block, one after the other. The producer fetches, and passes a drawn number on to the consumers.
-template <Schedule kSchedule>
+// The tiles of one block, one after the other. The producer turns numbers into tiles, one ahead of the consumers, and
+// hands them over in shared memory: the divisions and what they need would cost consumers registers, and time between tiles.
+template <Schedule kSchedule, bool kLongestFirst>
 struct WorkSource {
-  int number;
-  int total;
-  WorkSequence<kSchedule> numbers_of_block;
+  const WorkOrder order;
   u32* counter;
   StageRing<2> ring;
-  int* numbers;  // one for each stage of the ring
-  int drawn = 0;
+  WorkTile* tiles;  // one for each stage of the ring
+  SequenceTile tile;
+  WorkSequence<kSchedule> numbers;
+  u32 drawn = 0;
 
-  __device__ __forceinline__ WorkSource(int total, u32* counter, unsigned char* ring_memory, unsigned char* numbers)
-      : number(static_cast<int>(blockIdx.x)),
-        total(total),
-        numbers_of_block(total),
+  // queries, keys: of each sequence.
+  __device__ __forceinline__ WorkSource(const WorkOrder& order, int queries, int keys, u32* counter,
+                                        unsigned char* ring_memory, unsigned char* tiles)
+      : order(order),
         counter(counter),
         ring(ring_memory),
-        numbers(reinterpret_cast<int*>(numbers)) {}
+        tiles(reinterpret_cast<WorkTile*>(tiles)),
+        tile{-1, 0, 0, 0, queries, 0, keys},
+        numbers(order.total) {}
 
-  __device__ __forceinline__ bool has_work() const { return number < total; }
+  __device__ __forceinline__ bool has_work() const { return tile.row_block >= 0; }
 
-  // The first number is known: nothing to fetch.
-  __device__ __forceinline__ void begin_producer(bool) const {}
-  __device__ __forceinline__ void begin_consumer() const {}
+  __device__ __forceinline__ void begin_producer(bool) { publish(static_cast<int>(blockIdx.x)); }
 
   // Producer: draws the next number. Late, while the last copies of a tile wait for room: a number drawn at the start of a
   // long tile would be the longest of those left, in the hands of the block that comes to it last.
   __device__ __forceinline__ void draw() {
-    if constexpr (kSchedule == Schedule::dynamic) drawn = static_cast<int>(gridDim.x + atomicAdd(counter, 1u));
+    if constexpr (kSchedule == Schedule::dynamic) drawn = gridDim.x + atomicAdd(counter, 1u);
   }
 
-  // Producer: on to the next number.
   __device__ __forceinline__ void next_of_producer() {
     if constexpr (kSchedule == Schedule::dynamic) {
-      ring.wait_empty();
-      numbers[ring.stage] = drawn;
-      ptx::mbarrier_arrive(ring.full + ring.stage);
-      ring.advance();
-      number = drawn;
+      publish(static_cast<int>(drawn));
     } else {
-      number = numbers_of_block.next();
+      publish(numbers.next());
     }
   }
 
-  // Consumers: on to the next number.
-  __device__ __forceinline__ void next_of_consumer() {
-    if constexpr (kSchedule == Schedule::dynamic) {
-      ring.wait_full();
-      // The shuffle tells the compiler that the number, and all branches that follow from it, are uniform in the warp:
-      // else descriptors and barriers go through vector registers in the main loop.
-      number = __shfl_sync(0xffffffffu, numbers[ring.stage], 0);
-      __syncwarp();
-      ring.release();
+  // Consumers: take the first tile, and the next ones.
+  __device__ __forceinline__ void begin_consumer() {
+    if constexpr (kSchedule == Schedule::single) {
+      set(order.template tile<kLongestFirst>(static_cast<int>(blockIdx.x)));
     } else {
-      number = numbers_of_block.next();
+      take();
     }
+  }
+  __device__ __forceinline__ void next_of_consumer() {
+    if constexpr (kSchedule == Schedule::single) {
+      tile.row_block = -1;
+    } else {
+      take();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set(const WorkTile& given) {
+    tile.row_block = given.row_block;
+    tile.head = given.head;
+    tile.sequence = given.batch;
+  }
+
+  // A tile, or the news that there is none.
+  __device__ __forceinline__ void publish(int number) {
+    WorkTile next{-1, 0, 0};
+    if (number < order.total) next = order.template tile<kLongestFirst>(number);
+    set(next);
+    if constexpr (kSchedule != Schedule::single) {
+      ring.wait_empty();
+      tiles[ring.stage] = next;
+      ptx::mbarrier_arrive(ring.full + ring.stage);
+      ring.advance();
+    }
+  }
+
+  __device__ __forceinline__ void take() {
+    ring.wait_full();
+    const WorkTile given = tiles[ring.stage];
+    // The shuffles tell the compiler that the tile, and all branches that follow from it, are uniform in the warp: else
+    // descriptors and barriers go through vector registers in the main loop.
+    set({__shfl_sync(kFullWarp, given.row_block, 0), __shfl_sync(kFullWarp, given.head, 0),
+         __shfl_sync(kFullWarp, given.batch, 0)});
+    __syncwarp();
+    ring.release();
   }
 };
 

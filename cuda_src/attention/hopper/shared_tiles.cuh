@@ -77,13 +77,13 @@ __device__ __forceinline__ void clear_rows(unsigned char* tile, int first, int e
 constexpr int round_to_pattern(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 
 // Offsets in bytes. kWorkBytes: what a stage of the work ring holds. Tiles begin at multiples of 1024, the largest swizzle pattern; a stage's size is a multiple of its own.
-template <class QueryTile, class KeyTile, class ValueTile, int kStages, int kWorkBytes>
+template <int kConsumers, class QueryTile, class KeyTile, class ValueTile, int kStages, int kWorkBytes>
 struct SharedLayout {
   static constexpr int kQueries = 0;
-  static constexpr int kKeys = round_to_pattern(QueryTile::kBytes);
+  static constexpr int kKeys = round_to_pattern(kConsumers * QueryTile::kBytes);
   static constexpr int kValues = kKeys + round_to_pattern(kStages * KeyTile::kBytes);
   static constexpr int kQueryRing = kValues + kStages * ValueTile::kBytes;
-  static constexpr int kKeyRing = kQueryRing + StageRing<1>::kBytes;
+  static constexpr int kKeyRing = kQueryRing + StageRing<kConsumers>::kBytes;
   static constexpr int kValueRing = kKeyRing + StageRing<kStages>::kBytes;
   static constexpr int kWorkRing = kValueRing + StageRing<kStages>::kBytes;
   static constexpr int kWorkNumbers = kWorkRing + StageRing<2>::kBytes;
