@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +38,12 @@ import common
 import numpy as np
 from attention import Shape
 
+from cki import cache, dtypes
 from cki.device import sim_device
 from cki.heuristics.attention import choose_tiles, padded
 from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles, tuning_candidates
+from cki.operand import dense
+from cki.ops.attention import plan_attention
 
 DIMS = (64, 128, 256)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -91,6 +95,22 @@ class Kernel(NamedTuple):
         """The same for shapes that take the same kernel."""
         shape = attention.parse(self.text, self.dtype)
         return shape.dim, shape.causal, self.dtype, self.name
+
+
+def compile_ahead(kernels: Sequence[Kernel], variants: Sequence[str]) -> None:
+    """Fills the cache with the kernels, several at a time: the worker would compile one after the other."""
+    device = sim_device("sm_90a")  # an H200's sizes
+
+    def compile_one(kernel: Kernel) -> None:
+        shape = check_shape(attention.parse(kernel.text, kernel.dtype))
+        size = (shape.batch, shape.tokens, shape.heads, shape.dim)
+        q, k, v, out = (dense(name, size, getattr(dtypes, kernel.dtype)) for name in ("q", "k", "v", "out"))
+        tiles = candidates(attention.parse(kernel.text, kernel.dtype), variants)[kernel.name]
+        for step in plan_attention(q, k, v, out, device=device, causal=shape.causal, tiles=tiles):
+            cache.get(step.kernel, "sm_90a")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, kernels))
 
 
 def worker(kernels: Sequence[Kernel], variants: Sequence[str]) -> None:
@@ -226,6 +246,7 @@ def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False, variants: 
         for text, dtype in wanted
     }
     distinct = {kernel.distinct: kernel for found in kernels.values() for kernel in found}
+    compile_ahead(list(distinct.values()), variants)
     good = {kernel.distinct for kernel in sound(list(distinct.values()), variants)}
     rows: list[dict[str, object]] = []
     for text, dtype in wanted:
