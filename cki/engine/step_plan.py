@@ -16,7 +16,7 @@ step's own are inert.  So one plan serves every smaller step, and a graph of it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cki import dtypes
 from cki.device import DeviceInfo
@@ -33,7 +33,7 @@ from cki.ops.norm import plan_rms_norm
 from cki.ops.paged import plan_paged_attention
 from cki.ops.rope import Rotation, plan_append_kv
 from cki.ops.sampling import plan_sample_tokens
-from cki.plan import Plan, Step
+from cki.plan import ArgumentValue, Plan, Step, TensorMapArg
 
 #: Likeliest tokens that a step can report for each sequence.
 MAX_ALTERNATIVES = 20
@@ -118,9 +118,15 @@ class DecoderPlanner:
         x = buffer["x"]
         steps = plan_embed_tokens(buffer["tokens"], weight["embed"], x, device)
         workspace: dict[str, int] = {}
-        for number in range(self.config.num_layers):
-            layer = _LayerPlanner(self, shape, device, f"layers.{number}.", number, weight, buffer, workspace)
-            steps += layer.attention_block(x) + layer.feed_forward(x)
+        # Layers differ in their tensors, and in whether they see a window: each kind is planned once.
+        planned: dict[bool, tuple[str, tuple[Step, ...]]] = {}
+        for number, windowed in enumerate(self.config.window_layers):
+            prefix = f"layers.{number}."
+            if windowed not in planned:
+                layer = _LayerPlanner(self, shape, device, prefix, windowed, weight, buffer, workspace)
+                planned[windowed] = prefix, layer.attention_block(x) + layer.feed_forward(x)
+            model_prefix, model_steps = planned[windowed]
+            steps += tuple(_with_slots(step, model_prefix, prefix) for step in model_steps)
         last = x
         if not shape.decode:
             last = buffer["last"]
@@ -139,6 +145,20 @@ class DecoderPlanner:
         return Plan(steps, tuple(workspace.items()))
 
 
+def _with_slots(step: Step, old: str, new: str) -> Step:
+    """The step on the tensors whose names begin with `new` in place of `old`."""
+
+    def moved(argument: ArgumentValue) -> ArgumentValue:
+        if isinstance(argument, Operand) and argument.slot.startswith(old):
+            return replace(argument, slot=new + argument.slot.removeprefix(old))
+        if isinstance(argument, TensorMapArg) and argument.operand.slot.startswith(old):
+            operand = argument.operand
+            return replace(argument, operand=replace(operand, slot=new + operand.slot.removeprefix(old)))
+        return argument
+
+    return step if old == new else replace(step, args=tuple(moved(argument) for argument in step.args))
+
+
 @dataclass(frozen=True)
 class _LayerPlanner:
     """One layer of a step.  workspace: temporary memory of the launches so far, by slot; grows."""
@@ -147,7 +167,7 @@ class _LayerPlanner:
     shape: StepShape
     device: DeviceInfo
     prefix: str
-    number: int
+    windowed: bool
     weight: dict[str, Operand]
     buffer: dict[str, Operand]
     workspace: dict[str, int]
@@ -195,7 +215,7 @@ class _LayerPlanner:
             positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
             q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
         )  # fmt: skip
-        left = c.sliding_window - 1 if c.sliding_window is not None and c.window_layers[self.number] else -1
+        left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
         lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)
         table = dense("block_table", (shape.sequences, self.model.cache.columns), dtypes.i32)
         if shape.decode:

@@ -7,6 +7,7 @@ import pytest
 
 from cki import dtypes
 from cki.device import DeviceInfo, sim_device
+from cki.engine.device_weights import weight_shapes
 from cki.engine.model import DecoderModel, ModelLimits, RowSampling, StepRow, bucket
 from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
 from cki.reference.decoder import decoder
@@ -108,6 +109,23 @@ def test_buckets_hold_what_they_are_for_and_waste_little():
         assert size <= max(2 * count - 1, 1) if count <= 64 else size <= 1.26 * count
     assert len({bucket(count, 4096) for count in range(1, 4097)}) < 40
     assert bucket(60, 50) == 50
+
+
+def test_each_layer_has_its_own_weights_and_cache():
+    """Layers are planned once and moved to other tensors."""
+    config = MODELS["full"]
+    planner = DecoderPlanner(config, dtypes.bf16, CacheGeometry(64, 16, 8), 128, 8)
+    for shape in (StepShape(2, 2, True), StepShape(64, 2, False, 32)):
+        plan = planner.plan(shape, sim_device("sm_90a"))
+        named = {str(argument) for step in plan.steps for argument in step.args}
+        for role in (*weight_shapes(config), "layers.0.k_cache", "layers.1.v_cache", "layers.2.k_cache"):
+            uses = sum(f"slot='{role}'" in text for text in named)
+            assert uses >= 1, role
+        slots = [[s.slot for s in step.args if hasattr(s, "slot")] for step in plan.steps]
+        numbers = [{slot.split(".")[1] for slot in names if slot.startswith("layers.")} for names in slots]
+        order = [number for found in numbers for number in found]
+        assert order == sorted(order)
+        assert all(len(found) <= 1 for found in numbers)
 
 
 def test_a_step_s_launches_are_few():
