@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import ml_dtypes
@@ -14,31 +13,15 @@ from cki.heuristics.linear_skinny import SkinnyTile
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, plan_linear
 from cki.plan import Plan
+from tests.ops.pointwise_cases import plain_activation
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
-_erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
 def normal(shape: tuple[int, ...], dtype: Any, seed: int = 0, scale: float = 1.0) -> np.ndarray:
     """Normal random numbers, rounded to dtype."""
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(dtype)
-
-
-def activate(v: np.ndarray, activation: str | None) -> np.ndarray:
-    """An activation in fp32, by the formulas that frameworks use."""
-    one, half = np.float32(1), np.float32(0.5)
-    if activation == "gelu":
-        return half * v * (one + _erf(v * np.float32(math.sqrt(0.5))))
-    if activation == "gelu_tanh":
-        return (
-            half * v * (one + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (v + np.float32(0.044715) * v**3)))
-        )
-    if activation == "silu":
-        return v / (one + np.exp(-v))
-    if activation == "relu":
-        return np.maximum(v, np.float32(0))
-    return v
 
 
 def plain(
@@ -50,7 +33,7 @@ def plain(
     y = x.astype(np.float32) @ weight
     if bias is not None:
         y = y + bias.astype(np.float32)
-    y = activate(y, activation)
+    y = plain_activation(activation, y)
     if residual is not None:
         y = y + residual.astype(np.float32)
     return y.astype(x.dtype)

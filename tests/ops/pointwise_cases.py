@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-
-import cki.sim
-from tests.conftest import DeviceUnderTest
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -44,18 +40,6 @@ def strided(name: str, base: Any) -> Any:
         "every other row": lambda: base[:6, ::2, :width],
         "stepped last axis": lambda: base[:6, :4, : 2 * width : 2],
     }[name]()
-
-
-def seeds(device: DeviceUnderTest, count: int) -> range:
-    """Seeds of the simulated device's checks; the GPU runs once."""
-    return range(count if device.kind == "sim" else 1)
-
-
-def checked(device: DeviceUnderTest, seed: int) -> contextlib.AbstractContextManager[Any]:
-    """Every check of the simulated device; nothing on a GPU."""
-    if device.kind == "sim":
-        return cki.sim.checks(adversarial=True, hazards=True, races=True, seed=seed)
-    return contextlib.nullcontext()
 
 
 _erf = np.vectorize(math.erf, otypes=[np.float32])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import sys
 import types
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 
 import cki
-import cki.sim
 from cki import reference
 from cki.memory import PagedKVCache
 from cki.reference.paged import dequantized, quantize_e4m3
 from tests.compare import assert_close
 from tests.ops.attention_cases import BF16, DTYPES, F16, F32, normal
+from tests.orders import every_check, orders
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 BLOCKS, BLOCK_SIZE = 5, 3
@@ -268,9 +267,8 @@ def test_under_every_check(device):
     """Small blocks of threads cover three trips over the heads."""
     k, v, q = normal((3, 5, 24), BF16, 1), normal((3, 5, 16), BF16, 2), normal((3, 70, 24), BF16, 3)
     weight = normal((24,), BF16, 4)
-    for seed in range(20 if device.kind == "sim" else 1):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+    for seed in orders(device):
+        with every_check(device, seed):
             check_append(
                 device, k, v, caches(BF16, 5, 24, 16), [3, 14, 7], q=q, positions=np.array([3, 9, 2]), rope_base=1e4,
                 q_norm_weight=weight, k_norm_weight=weight, rotary_dim=20,

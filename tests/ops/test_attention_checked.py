@@ -6,17 +6,14 @@ once; seeds vary the order of threads, the moment at which copies land and the p
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cki
-import cki.sim
 from tests.ops.attention_cases import DTYPES, check, normal, qkv
-
-SEEDS = 20
+from tests.orders import every_check, orders
 
 
 def _options(name: str, queries: int, keys: int) -> dict[str, Any]:
@@ -49,9 +46,8 @@ def _options(name: str, queries: int, keys: int) -> dict[str, Any]:
 def test_small_shapes_under_every_check(device, dtype, features, dim, queries, keys):
     q, k, v = qkv(DTYPES[dtype], queries, keys, dim=dim)
     options = _options(features, queries, keys)
-    for seed in range(SEEDS if device.kind == "sim" else 1):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+    for seed in orders(device, ("f16", "bf16", "f32").index(dtype)):
+        with every_check(device, seed):
             check(device, q, k, v, **options)
 
 
@@ -59,9 +55,8 @@ def test_dropping_and_repairing_values_under_every_check(device):
     """NaN in a key that some queries see: dropped from the tile by the threads that copied it, repaired later."""
     q, k, v = qkv(DTYPES["f16"], 40, 330, dim=16)
     v[0, 320, 0, 3] = np.nan
-    for seed in range(8 if device.kind == "sim" else 1):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+    for seed in range(5 if device.kind == "sim" else 1):
+        with every_check(device, seed):
             out = device.numpy(cki.attention(*map(device.array, (q, k, v)), causal=True)).astype(np.float32)
         seen = np.arange(40) + 330 - 40 >= 320
         assert np.isnan(out[0, seen, :, 3]).all()

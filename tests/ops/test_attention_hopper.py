@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-import cki
-import cki.sim
 from cki import reference
 from cki.errors import UnsupportedError
 from cki.heuristics.attention_hopper import HopperTiles
@@ -20,6 +17,7 @@ from cki.ops.call import call
 from cki.plan import Plan
 from tests.compare import assert_close
 from tests.ops.attention_cases import BF16, DTYPES, F16, F32, normal, plain, qkv
+from tests.orders import every_check, orders
 
 #: Small tiles: two warpgroups that take turns, rings that are walked through often.
 SMALL = HopperTiles(2, 32)
@@ -53,8 +51,8 @@ def hopper(
     bias: Any = None, mask: Any = None, sinks: Any = None, alibi_slopes: Any = None,
 ) -> Any:  # fmt: skip
     """(out, lse)"""
-    inputs = (q, k, v, bias, mask, sinks, alibi_slopes)
-    attributes = (causal, causal_alignment, scale, window, softcap, True)
+    inputs = (q, k, v, bias, mask, sinks, alibi_slopes, None, None)
+    attributes = (causal, causal_alignment, scale, window, softcap, True, 0.0)
     return call(spec_of(tiles), inputs, attributes, (out, None))
 
 
@@ -86,16 +84,15 @@ def test_sizes(device, queries, keys, causal):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "consumers", "causal"),
-    [("single", 2, True), ("fixed", 1, True), ("dynamic", 2, True), ("dynamic", 3, False)],
+    ("case", "schedule", "consumers", "causal"),
+    [(0, "dynamic", 2, True), (1, "single", 2, True), (2, "fixed", 1, True), (3, "dynamic", 3, False)],
 )
-def test_rings_and_turns_under_every_check(device, schedule, consumers, causal):
+def test_rings_and_turns_under_every_check(device, case, schedule, consumers, causal):
     """Rings of two stages walked through more than twice, five and more tiles of queries a block where it persists."""
     q, k, v = qkv(BF16, 64 * consumers + 10, 150, heads=3, dim=16)
     tiles = HopperTiles(consumers, 32, schedule=schedule)
-    for seed in range(20 if device.kind == "sim" else 1):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+    for seed in orders(device, case):
+        with every_check(device, seed):
             check(device, q, k, v, tiles=tiles, causal=causal)
 
 
@@ -177,8 +174,7 @@ def test_all_features_under_every_check(device):
         "mask": np.random.default_rng(0).random((1, 2, 150, 170)) < 0.7,
     }  # fmt: skip
     for seed in range(3 if device.kind == "sim" else 1):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+        with every_check(device, seed):
             check(device, q, k, v, **options)
 
 

@@ -20,6 +20,7 @@ from tests.compare import assert_close
 from tests.ops import varlen_cases
 from tests.ops.attention_cases import BF16, DTYPES, F16
 from tests.ops.varlen_cases import chunked, offsets, packed, plain_varlen, sequences_of
+from tests.orders import every_check, orders
 
 #: Small tiles: two warpgroups that take turns, rings that are walked through often.
 SMALL = HopperTiles(2, 32)
@@ -66,11 +67,6 @@ def check(device: Any, tensors: dict[str, Any], tiles: HopperTiles = SMALL, **op
     return out
 
 
-def checked(device: Any, seed: int) -> Any:
-    every = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
-    return every if device.kind == "sim" else contextlib.nullcontext()
-
-
 @pytest.mark.parametrize("block_size", [0, 16, 48, 64, 128])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_lengths(device, lengths, block_size):
@@ -81,16 +77,21 @@ def test_lengths(device, lengths, block_size):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "consumers", "block_size", "causal"),
-    [("single", 2, 16, True), ("fixed", 1, 0, True), ("dynamic", 2, 0, False), ("dynamic", 3, 16, True)],
+    ("case", "schedule", "consumers", "block_size", "causal"),
+    [
+        (0, "fixed", 1, 0, True),
+        (1, "single", 2, 16, True),
+        (2, "dynamic", 2, 0, False),
+        (3, "dynamic", 3, 16, True),
+    ],
 )
-def test_rings_and_turns_under_every_check(device, schedule, consumers, block_size, causal):
+def test_rings_and_turns_under_every_check(device, case, schedule, consumers, block_size, causal):
     """Empty slots, tiles without keys, NaN behind the last token and in unused slots; a block has many tiles."""
     lengths = [64 * consumers + 10, 0, 3, 0, 40], [150, 7, 0, 5, 70]
     shape: dict[str, Any] = {"heads": 2, "padding": 5}
     tensors = chunked(BF16, *lengths, block_size, **shape) if block_size else packed(BF16, *lengths, **shape)
-    for seed in range(12 if device.kind == "sim" else 1):
-        with checked(device, seed):
+    for seed in orders(device, case):
+        with every_check(device, seed):
             check(device, tensors, HopperTiles(consumers, 32, schedule=schedule), causal=causal)
 
 
@@ -181,7 +182,7 @@ def test_a_value_that_is_not_finite_reaches_only_those_who_see_it(device, value,
     else:
         tensors["v"][100 + 3, 0, 5] = value
     for seed in range(4 if device.kind == "sim" else 1):
-        with checked(device, seed):
+        with every_check(device, seed):
             out, _ = run(device, tensors, causal=True)
         bad = ~np.isfinite(out.astype(np.float32))
         assert bad[100:130, :, 5].all() and bad.sum() == 60  # query 0 of sequence 1 stands at key 34

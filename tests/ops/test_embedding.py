@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 
 import cki
 import cki.reference
-import cki.sim
 from cki.errors import InvalidArgumentError, UnsupportedError
 from tests.compare import assert_close
 from tests.ops.norm_cases import BF16, DTYPES, F32, normal
+from tests.orders import every_check, orders
 from tests.refusals import error_of
 
 
@@ -136,9 +134,8 @@ def test_under_every_check(device):
     word, ids = normal((50, 24), BF16, 1), _ids((3, 5), 50)
     x, mask = normal((2, 21, 40), F32, 2), _ids((2, 21), 2) > 0
     expected = cki.reference.mean_pool(x, mask)
-    for seed in range(20 if device.kind == "sim" else 1):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+    for seed in orders(device):
+        with every_check(device, seed):
             y = cki.embed_tokens(device.array(ids), device.array(word))
             pooled = cki.mean_pool(device.array(x), device.array(mask))
         assert np.array_equal(device.numpy(y), word[ids])

@@ -9,8 +9,8 @@ import cki
 from cki.heuristics.linear import TILES_16BIT, TILES_FP32, Tile
 from tests.compare import assert_close
 from tests.ops.linear_cases import F16, F32, linear_with_tile, normal, plain
+from tests.orders import seeds_of
 
-SEEDS = range(20)
 #: Rings of two and three stages in a small tile, and one whose warps split rows and columns.
 SHALLOW = Tile(16, 64, 1, 4, 2, 3, 128, 1.0, 1.0)
 CASES = {
@@ -38,7 +38,7 @@ def test_twenty_orders_of_every_check(case):
             races=True
         ):  # the same build as below: the host compiler contracts a*b + c as it likes
             expected = linear_with_tile(tile, x, w, bias, **options)
-        for seed in SEEDS:
+        for seed in seeds_of(list(CASES).index(case)):
             with cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed):
                 got = linear_with_tile(tile, x, w, bias, **options)
             assert np.array_equal(got, expected), f"seed {seed}"
@@ -66,6 +66,6 @@ def test_encoder_layer_checked(pre_ln):
     with cki.device("sim"):
         with cki.sim.checks(races=True):
             expected = cki.encoder_layer(x, *weights, **options)
-        for seed in SEEDS:
+        for seed in seeds_of(pre_ln):
             with cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed):
                 assert np.array_equal(cki.encoder_layer(x, *weights, **options), expected), f"seed {seed}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 import cki
-import cki.sim
 from cki import reference
 from cki.errors import UnsupportedError
 from cki.heuristics.linear_hopper import CANDIDATES, HopperTile
@@ -19,6 +17,7 @@ from cki.ops.linear import LINEAR, plan_linear
 from cki.plan import Plan
 from tests.compare import assert_close
 from tests.ops.linear_cases import BF16, DTYPES, F16, F32, normal, plain
+from tests.orders import every_check, orders
 
 #: The smallest tiles, with the shallowest ring: taken in turn, and shared.
 TURNS, SHARED = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2)
@@ -112,9 +111,8 @@ def test_split_depths_under_every_check(device, tile):
     tensors = [device.array(t) for t in (x, w, bias)]
     results = []
     for seed in range(3 if device.kind == "sim" else 2):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
         y = device.array(residual)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+        with every_check(device, seed):
             hopper(tile, *tensors, residual=y, weight_layout="out_in", out=y)
         results.append(device.numpy(y))
     assert all(np.array_equal(result, results[0]) for result in results)
@@ -134,8 +132,7 @@ def test_shared_weights_under_every_check(device, tile, layout):
     tensors = [device.array(t) for t in (x, w, bias, residual)]
     results = []
     for seed in range(4 if device.kind == "sim" else 2):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+        with every_check(device, seed):
             y = hopper(tile, *tensors[:3], residual=tensors[3], weight_layout=layout)
         results.append(device.numpy(y))
     assert all(np.array_equal(result, results[0]) for result in results)
@@ -179,9 +176,8 @@ def test_rings_and_turns_under_every_check(device, tile, layout):
     tensors = [device.array(t) for t in (x, w, bias)]
     options: dict[str, Any] = {"activation": "relu", "weight_layout": layout, "sm_count": 1}
     results = []
-    for seed in range(20 if device.kind == "sim" else 2):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+    for seed in orders(device, LAYOUTS.index(layout) + 2 * (tile is SHARED), on_gpu=2):
+        with every_check(device, seed):
             results.append(device.numpy(hopper(tile, *tensors, residual=device.array(residual), **options)))
     assert all(np.array_equal(result, results[0]) for result in results)
     options = {"activation": "relu", "weight_layout": layout, "residual": residual}

@@ -1,10 +1,8 @@
-"""The linear kernel for few rows, asked for by its tile, against the float64 reference."""
+"""The linear kernel for few rows whose threads copy: what the one by TMA does not do (test_linear_few_rows.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,46 +12,10 @@ import cki.sim
 from cki.errors import UnsupportedError
 from cki.heuristics.linear_skinny import CANDIDATES, SkinnyTile, fits, preferred_tile
 from tests.compare import assert_close
-from tests.ops.linear_cases import BF16, DTYPES, F16, F32, linear_into, linear_with_tile, normal, plain
+from tests.ops.few_rows_cases import COPYING, LAYOUTS, PAIR, check, weight
+from tests.ops.linear_cases import BF16, DTYPES, F16, F32, linear_with_tile, normal, plain
 
-#: Rings of two stages; K in one block, and over clusters.
-WHOLE, PAIR, FOUR = (SkinnyTile(16, 64, 1, 4, 2, split) for split in (1, 2, 4))
-#: The last block's share of K is larger; two warps share columns; no programmatic launch.
-EIGHT, SQUARE = SkinnyTile(16, 64, 2, 2, 2, 8), SkinnyTile(32, 64, 2, 2, 2, 2, programmatic=False)
-SMALL = pytest.mark.parametrize("tile", [WHOLE, PAIR, FOUR, EIGHT, SQUARE], ids=str)
-LAYOUTS = ("in_out", "out_in")
-
-
-def weight(depth: int, columns: int, dtype: Any, layout: str) -> np.ndarray:
-    """Normal numbers of variance 1 / depth."""
-    shape = (depth, columns) if layout == "in_out" else (columns, depth)
-    return normal(shape, dtype, 2, scale=max(depth, 1) ** -0.5)
-
-
-def check(device: Any, tile: SkinnyTile, x: Any, w: Any, bias: Any = None, **options: Any) -> np.ndarray:
-    """Runs the kernel on row-major copies and compares; returns the result."""
-    if tile.shared_memory > device.info.shared_memory_per_block:
-        pytest.skip("the tile does not fit into this device's shared memory")
-    on_device = {k: device.array(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
-    vector = None if bias is None else device.array(bias)
-    got = device.numpy(linear_with_tile(tile, device.array(x), device.array(w), vector, **on_device))
-    with np.errstate(invalid="ignore"):
-        truth, same = cki.reference.linear(x, w, bias, **options), plain(x, w, bias, **options)
-    assert_close(got, truth, same, f"{tile}, {x.shape} by {w.shape} of {x.dtype}")
-    return got
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@SMALL
-def test_extents(device, tile, layout):
-    """K of less than a stage for each block, up to several rounds of the ring; several tiles of rows."""
-    for dtype, rows, columns, depth in (
-        (F16, 1, 1, 1), (BF16, 2, 7, 129), (F32, 3, 66, 33), (F32, 17, 130, 100), (BF16, 8, 72, 1000),
-        (F16, 40, 8, 72), (F16, 16, 63, 31),
-    ):  # fmt: skip
-        x, w = normal((rows, depth), dtype, 1), weight(depth, columns, dtype, layout)
-        check(device, tile, x, w, weight_layout=layout)
-
+SMALL = pytest.mark.parametrize("tile", COPYING, ids=str)
 
 SHAPES = list(dict.fromkeys(dataclasses.replace(tile, split=1) for tile in CANDIDATES))
 
@@ -74,50 +36,6 @@ def test_every_shape_of_the_candidates(device, shape):
     bias, residual = normal((columns,), dtype, 3), normal((rows, columns), dtype, 4)
     x, w = normal((rows, depth), dtype, 1), weight(depth, columns, dtype, layout)
     check(device, tile, x, w, bias, residual=residual, activation="gelu_tanh", weight_layout=layout)
-
-
-@pytest.mark.parametrize(
-    ("tile", "layout", "dtype"),
-    [
-        (WHOLE, "in_out", "f16"), (WHOLE, "out_in", "f32"), (FOUR, "in_out", "f32"), (FOUR, "out_in", "f16"),
-        (EIGHT, "in_out", "f16"), (SQUARE, "out_in", "f32"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_twenty_orders_of_every_check(device, tile, layout, dtype):
-    """Every block's ring wraps more than twice; the result has the same bits in every order."""
-    size = DTYPES[dtype].itemsize
-    rows, columns = tile.block_m + 1, 72
-    depth = (2 * tile.stages + 1) * min(tile.split, 4) * 128 // size + 8
-    x, w = normal((rows, depth), DTYPES[dtype], 1), weight(depth, columns, DTYPES[dtype], layout)
-    bias, residual = normal((columns,), DTYPES[dtype], 3), normal((rows, columns), DTYPES[dtype], 4)
-    tensors = [device.array(t) for t in (x, w, bias, residual)]
-    options = {"activation": "silu", "weight_layout": layout}
-    results = []
-    for seed in range(20 if device.kind == "sim" else 2):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
-            results.append(device.numpy(linear_with_tile(tile, *tensors, **options)))
-    assert all(np.array_equal(result, results[0]) for result in results)
-    truth = cki.reference.linear(x, w, bias, residual=residual, **options)
-    assert_close(results[0], truth, plain(x, w, bias, residual=residual, **options))
-
-
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu", "relu"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_epilogues(device, dtype, activation):
-    x, w = normal((5, 300), DTYPES[dtype], 1, scale=2.0), weight(300, 72, DTYPES[dtype], "in_out")
-    residual = normal((5, 72), DTYPES[dtype], 4)
-    check(device, PAIR, x, w, normal((72,), F32, 3), activation=activation, residual=residual)
-    check(device, WHOLE, x, w, activation=activation)
-
-
-def test_columns_of_every_remainder(device):
-    """Items of four columns and pairs of them that end anywhere."""
-    for columns in range(61, 72):
-        bias, residual = normal((columns,), F16, 3), normal((3, columns), F16, 4)
-        x, w = normal((3, 264), F16, 1), weight(264, columns, F16, "out_in")
-        check(device, FOUR, x, w, bias, residual=residual, weight_layout="out_in")
 
 
 def test_the_architectures_before_clusters():
@@ -174,22 +92,6 @@ def test_more_row_axes_than_a_launch_indexes(device):
     assert_close(device.numpy(y), cki.reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
 
 
-@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
-def test_strided_results_and_residual_in_place(device, dtype):
-    """What lies beside the result keeps its bits."""
-    x, w = normal((5, 136), DTYPES[dtype], 1), weight(136, 70, DTYPES[dtype], "in_out")
-    wide = normal((5, 150), DTYPES[dtype], 4)
-    for view in (lambda t: t[:, 8:78], lambda t: t[:, 1:71], lambda t: t[:, 0:140:2]):
-        for tile in (WHOLE, FOUR):
-            memory = device.array(wide)
-            linear_into(tile, view(memory), device.array(x), device.array(w), residual=view(memory))
-            options = {"residual": view(wide)}
-            got = device.numpy(memory).copy()
-            assert_close(view(got), cki.reference.linear(x, w, **options), plain(x, w, **options))
-            view(got)[...] = view(wide)
-            assert np.array_equal(got, wide)
-
-
 def test_strided_bias(device):
     x, w, wide = normal((5, 72), F16, 1), weight(72, 40, F16, "in_out"), normal((80,), F16, 3)
     y = linear_with_tile(PAIR, device.array(x), device.array(w), device.array(wide)[::2])
@@ -206,34 +108,7 @@ def test_no_depth(device, tile):
     check(device, tile, *zeros, bias, activation="gelu", residual=residual)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(0, 5), (3, 0)])
-def test_nothing_to_compute(device, rows, columns):
-    x, w = device.array(np.zeros((rows, 4), F16)), device.array(np.zeros((4, columns), F16))
-    assert linear_with_tile(PAIR, x, w).shape == (rows, columns)
-
-
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-@SMALL
-def test_a_row_does_not_depend_on_the_others(device, tile):
-    x, w = normal((tile.block_m, 600), F16, 1), device.array(weight(600, 72, F16, "in_out"))
-    together = device.numpy(linear_with_tile(tile, device.array(x), w))
-    for rows in (slice(0, 1), slice(3, 9)):
-        assert np.array_equal(together[rows], device.numpy(linear_with_tile(tile, device.array(x[rows]), w)))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_and_nan(device, dtype, layout):
-    """In x, in one block's part of K each; the other rows are as they would be without."""
-    x, w = normal((10, 200), DTYPES[dtype], 1), np.abs(weight(200, 66, DTYPES[dtype], layout))
-    x[3, 5], x[4, 199], x[7, 2], x[8, 1], x[8, 150] = np.inf, -np.inf, np.nan, np.inf, -np.inf
-    for tile in (WHOLE, FOUR):
-        got = check(device, tile, x, w, weight_layout=layout)
-        assert np.all(got[3] == np.inf)
-        assert np.all(got[4] == -np.inf)
-        assert np.all(np.isnan(got[7:9].astype(np.float32)))
 
 
 def test_the_largest_fp32_numbers(device):

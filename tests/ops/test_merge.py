@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 
 import cki
-import cki.sim
 from cki import reference
 from tests.compare import assert_close
 from tests.ops.attention_cases import DTYPES, normal
+from tests.orders import every_check, orders
 
 
 def states(count, rows, dim, dtype, seed=0, empty=0.3):
@@ -77,9 +75,8 @@ def test_strided_states_and_given_outputs(device):
 
 def test_under_every_check(device):
     outs, lses = states(5, (20, 3), 24, DTYPES["bf16"])
-    for seed in range(20 if device.kind == "sim" else 1):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+    for seed in orders(device):
+        with every_check(device, seed):
             check(device, outs, lses)
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 
-import cki
-import cki.sim
 from cki.device import sim_device
 from cki.heuristics.norm import RowConfig, RowShape, candidates
 from tests.compare import assert_close
 from tests.ops.norm_cases import BF16, DTYPES, normal, plain, run_configured, truth
-
-SEEDS = 20
+from tests.orders import every_check, orders
 
 # Configurations that reach each path with few threads: (name, configuration, rows, width).
 SMALL = [
@@ -35,18 +30,18 @@ SMALL = [
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize(("config", "rows", "width"), [s[1:] for s in SMALL], ids=[s[0] for s in SMALL])
-def test_small_shapes_under_every_check(device, op, config, rows, width):
+@pytest.mark.parametrize("case", range(len(SMALL)), ids=[s[0] for s in SMALL])
+def test_small_shapes_under_every_check(device, op, case):
     """With a residual, which takes every path of the input; seeds vary the order of threads and the poison."""
+    _, config, rows, width = SMALL[case]
     x, residual = normal((rows, width), BF16, 1), normal((rows, width), BF16, 2)
     x[0] = 1e19  # one row whose squares overflow: the scaled path and its extra reductions
     weight = normal((width,), BF16, 3)
     affine = (weight, weight) if op == "layer_norm" else (weight,)
     expected, stored = truth(op, x, *affine, residual=residual)
     read = stored.astype(BF16)[1:]
-    for seed in range(SEEDS if device.kind == "sim" else 1):
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+    for seed in orders(device, case):
+        with every_check(device, seed):
             tensors = (device.array(x), device.array(weight), device.array(residual))
             y, s = run_configured(op, config, *tensors)
         assert np.array_equal(device.numpy(s).astype(np.float64), stored)

@@ -6,38 +6,35 @@ one has six of them, so that every warp combines in turn.
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 
-import cki.sim
 from tests.ops.attention_cases import BF16, F16, F32, normal
 from tests.ops.paged_cases import E4M3, check_paged, configured, paged_cache
-
-SEEDS = 20
+from tests.orders import every_check, orders
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "cache_dtype", "block_size", "scales", "merge_here"),
+    ("case", "name", "dtype", "cache_dtype", "block_size", "scales", "merge_here"),
     [
-        ("whole tiles", BF16, BF16, 16, 0, True),
-        ("tokens apart", F16, F16, 3, 0, False),
-        ("fp32", F32, F32, 16, 0, True),
-        ("e4m3, scales of tokens", BF16, E4M3, 5, 3, True),
-        ("e4m3, scales of heads", F16, E4M3, 32, 1, False),
+        (0, "whole tiles", BF16, BF16, 16, 0, True),
+        (1, "tokens apart", F16, F16, 3, 0, False),
+        (2, "fp32", F32, F32, 16, 0, True),
+        (3, "e4m3, scales of tokens", BF16, E4M3, 5, 3, True),
+        (4, "e4m3, scales of heads", F16, E4M3, 32, 1, False),
     ],
 )
-def test_small_shapes_under_every_check(device, name, dtype, cache_dtype, block_size, scales, merge_here):
+def test_small_shapes_under_every_check(
+    device, case, name, dtype, cache_dtype, block_size, scales, merge_here
+):
     device = device.holding(cache_dtype)
     lengths = [250, 0, 30, 20, 1, 40]
     cache, table = paged_cache(lengths, block_size, 1, 16, cache_dtype, scales=scales)
     q = normal((6, 2, 4, 16), dtype, 3)
-    for seed in range(SEEDS if device.kind == "sim" else 1):
+    for seed in orders(device, case):
         counters = device.array(np.zeros(48, np.uint32)) if merge_here else None
         run = configured(counters, groups=2 if seed % 2 else 3, warps=2, stages=2 if seed % 2 else 3)
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+        with every_check(device, seed):
             check_paged(
                 device, q, cache, table, lengths, run=run, window=(200, 0), sinks=np.ones(4, np.float32)
             )
@@ -49,12 +46,11 @@ def test_one_sequence_under_every_check(device, merge):
     lengths = [420]
     cache, table = paged_cache(lengths, 16, 1, 16, BF16)
     q = normal((1, 2, 4, 16), BF16, 3)
-    for seed in range(SEEDS if device.kind == "sim" else 1):
+    for seed in orders(device, ("here", "launch", "cluster").index(merge)):
         counters = device.array(np.zeros(8, np.uint32)) if merge == "here" else None
         groups = 2 + seed % 3
         run = configured(
             counters, groups=groups, together=1, warps=2, stages=2, dealt=True, cluster=merge == "cluster"
         )
-        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
-        with checks if device.kind == "sim" else contextlib.nullcontext():
+        with every_check(device, seed):
             check_paged(device, q, cache, table, lengths, run=run)

@@ -1,0 +1,53 @@
+"""Shared by the tests of the two linear kernels for few rows: tiles, inputs, a comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cki
+import cki.reference
+from cki.heuristics.linear_skinny import SkinnyTile, fits
+from tests.compare import assert_close
+from tests.ops.linear_cases import linear_with_tile, normal, plain
+
+#: Rings of two stages; K in one block, and over clusters.
+WHOLE, PAIR, FOUR = (SkinnyTile(16, 64, 1, 4, 2, split) for split in (1, 2, 4))
+#: The last block's share of K is larger; two warps share columns; no programmatic launch.
+EIGHT, SQUARE = SkinnyTile(16, 64, 2, 2, 2, 8), SkinnyTile(32, 64, 2, 2, 2, 2, programmatic=False)
+COPYING = (WHOLE, PAIR, FOUR, EIGHT, SQUARE)
+
+#: By TMA.  Rings of one stage a warp; K in one block, over two and over four.
+TMA_WHOLE, TMA_PAIR, TMA_FOUR = (SkinnyTile(16, 64, 1, 4, 4, split, tma=True) for split in (1, 2, 4))
+#: Two slabs of columns; two warps; more rows; no programmatic launch.
+WIDE, TWO_WARPS = SkinnyTile(16, 128, 1, 4, 8, 2, tma=True), SkinnyTile(16, 64, 1, 2, 4, 1, False, True)
+TALL = SkinnyTile(32, 64, 1, 4, 4, 2, tma=True)
+STREAMED = (TMA_WHOLE, TMA_PAIR, TMA_FOUR, WIDE, TWO_WARPS, TALL)
+
+LAYOUTS = ("in_out", "out_in")
+
+
+def weight(depth: int, columns: int, dtype: Any, layout: str) -> np.ndarray:
+    """Normal numbers of variance 1 / depth."""
+    shape = (depth, columns) if layout == "in_out" else (columns, depth)
+    return normal(shape, dtype, 2, scale=max(depth, 1) ** -0.5)
+
+
+def require(device: Any, tile: SkinnyTile) -> None:
+    """Skip where the device cannot run this tile."""
+    if not fits(tile, 2, device.info, along_n=True):
+        pytest.skip("the tile is not for this device")
+
+
+def check(device: Any, tile: SkinnyTile, x: Any, w: Any, bias: Any = None, **options: Any) -> np.ndarray:
+    """Runs the kernel on row-major copies and compares; returns the result."""
+    require(device, tile)
+    on_device = {k: device.array(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    vector = None if bias is None else device.array(bias)
+    got = device.numpy(linear_with_tile(tile, device.array(x), device.array(w), vector, **on_device))
+    with np.errstate(invalid="ignore"):
+        truth, same = cki.reference.linear(x, w, bias, **options), plain(x, w, bias, **options)
+    assert_close(got, truth, same, f"{tile}, {x.shape} by {w.shape} of {x.dtype}")
+    return got
