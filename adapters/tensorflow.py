@@ -26,14 +26,13 @@ import tensorflow as tf
 import cki
 from cki import capture_state
 from cki.adapter import Adapter, IndirectAdapter, adapter_of, type_name
-from cki.adapters import gradient_tensorflow, tf_ops
+from cki.adapters import gradient_tensorflow, tf_eager, tf_graph, tf_ops
 from cki.adapters.tf_types import DLPACK_TYPES, TO_TF, EagerTensor, as_tensor_or_variable
 from cki.dlpack import from_capsule
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.memory.views import CacheTensor
-from cki.ops.bind import out_arguments, require_inputs
-from cki.ops.call import Planned, PlanRequest, call
+from cki.ops.call import Planned, PlanRequest, call, common_adapter_of
 from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
 from cki.tensor import DeviceId, TensorView
@@ -168,15 +167,19 @@ def _call(
             raise UnsupportedError(
                 f"{spec.name} cannot be part of a tf.function here", [reason], "eager mode"
             )
-        return tf_ops.bind(spec, inputs, attributes, recompute_gradient)
+        return _one_or_all(tf_graph.add_node(spec, inputs, attributes, recompute_gradient))
     if stream is None and not capture_state.active and all(out is None for out in outs):
         if not (reason := tf_ops.missing()):
-            result = tf_ops.bind(spec, inputs, attributes, recompute_gradient)
-            if result is not NotImplemented:
-                return result
+            results = tf_eager.run(spec, inputs, tuple(attributes), recompute_gradient)
+            if results is not NotImplemented:
+                return _one_or_all(results)
         else:
             _warn(reason)
     return _recorded(spec, inputs, attributes, outs, stream, recompute_gradient)
+
+
+def _one_or_all(results: Sequence[Any]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _recorded(
@@ -220,7 +223,7 @@ def _require_graph_arguments(spec: OpSpec, outs: Sequence[Any], stream: Any) -> 
         problems.append(f"stream is {stream!r}, but TensorFlow launches on its own stream")
         hints.append("no stream=")
     if any(out is not None for out in outs):
-        problems.append("an output tensor is given, but TensorFlow's tensors are immutable")
+        problems.append("an output tensor is given, but TensorFlow has immutable tensors")
         hints.append("no out=; use what is returned")
     if problems:
         raise InvalidArgumentError(f"{spec.name} inside a tf.function", problems, "; ".join(hints))
@@ -236,32 +239,27 @@ def _function(name: str) -> Callable[..., Any]:
 
     @functools.wraps(public)
     def function(*args: Any, recompute_gradient: bool = False, **kwargs: Any) -> Any:
-        if kwargs.pop("stream", None) is not None:
-            raise InvalidArgumentError(
-                f"{name}: stream is given, but TensorFlow launches on its own", hint="no stream="
+        arguments = [v if v.__class__ is EagerTensor else _as_tensor(name, v) for v in args]
+        named = {k: v if v.__class__ is EagerTensor else _as_tensor(name, v) for k, v in kwargs.items()}
+        for key, value in kwargs.items():
+            if value is not None and (key in ("stream", "out") or key.endswith("_out")):
+                why = "launches on its own stream" if key == "stream" else "has immutable tensors"
+                raise InvalidArgumentError(f"{name}: {key} is given, but TensorFlow {why}", hint=f"no {key}=")
+        first = next(iter(arguments or named.values()), None)
+        if first.__class__ is not EagerTensor and first is not None and adapter_of(first) is not _ADAPTER:
+            raise InvalidTypeError(
+                f"{name}: the first tensor is of type {type_name(type(first))}",
+                hint="TensorFlow tensors or NumPy arrays",
             )
-        arguments = [_as_tensor(name, value) for value in args]
-        named = {key: _as_tensor(name, value) for key, value in kwargs.items()}
+        if not recompute_gradient:
+            return public(*arguments, **named)
         try:
             public(*arguments, **named, stream=PlanRequest())
         except Planned as planned:
             found = planned
-        spec = found.spec
-        require_inputs(spec, found.inputs)
-        outs = [out for out, tensor in zip(out_arguments(spec), found.outs) if tensor is not None]
-        if outs:
-            raise InvalidArgumentError(
-                f"{name}: {', '.join(outs)} is given, but TensorFlow's tensors are immutable",
-                hint=f"no {outs[0]}=; use what is returned",
-            )
-        for item, tensor in zip(spec.inputs, found.inputs):
-            if tensor is not None and adapter_of(tensor, item.name) is not _ADAPTER:
-                raise InvalidTypeError(
-                    f"{name}: {item.name} is of type {type_name(type(tensor))}",
-                    hint="TensorFlow tensors or NumPy arrays",
-                )
-        result = _call(spec, found.inputs, found.attributes, (), None, bool(recompute_gradient))
-        return call(spec, found.inputs, found.attributes) if result is NotImplemented else result
+        common_adapter_of(found.spec, found.inputs, ())
+        result = _call(found.spec, found.inputs, found.attributes, (), None, True)
+        return call(found.spec, found.inputs, found.attributes) if result is NotImplemented else result
 
     return function
 
