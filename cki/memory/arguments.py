@@ -53,6 +53,7 @@ def check(
     max_blocks_per_sequence: Any,
     max_step_tokens: Any,
     max_num_blocks: Any,
+    window_left: Any,
     static_scales: Any,
 ) -> Checked:
     """The arguments of PagedKVCache, defaults filled in; InvalidArgumentError with every rule that is broken."""
@@ -77,6 +78,8 @@ def check(
         problems.append("one of num_blocks and bytes is needed, not both")
     if nbytes is not None and (not is_integer(nbytes) or nbytes < 1):
         problems.append(f"bytes={nbytes!r} is not a positive integer")
+    if window_left is not None and not (is_integer(window_left) and window_left >= 0):
+        problems.append(f"window_left={window_left!r} is not an integer from 0 on")
     scales = _static_scales(static_scales, (num_layers, num_kv_heads), problems)
     if static_scales is not None and element is not dtypes.e4m3:
         problems.append(f"static_scales belong to dtype e4m3, not {element}")

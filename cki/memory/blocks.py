@@ -6,26 +6,27 @@ lies in block `table[row, t // block_size]` at offset `t % block_size`.
 * A block is taken when a token first needs it, or ahead of time when a sequence is created with a known prompt.
 * Blocks count their owners.  `fork` shares all blocks that hold tokens; full blocks are never written again, so only a
   shared, partly filled last block has to be copied, by the owner that writes first.  The last owner writes in place.
-* A full block whose tokens are known is found again by its content: the digest of its tokens chained to the digest of
-  all blocks before it, so that equal digests mean equal prefixes.  Such a block keeps its content when its last owner
-  leaves, and counts as free; it is emptied only when no other block is free, the least recently used first.
+* A full block whose tokens are known is found again by its content (`cki.memory.content`).  Such a block keeps its
+  content when its last owner leaves, and counts as free; it is emptied only when no other block is free, the least
+  recently used first.
+* A sequence can give up its end (`truncate`: drafts that were not accepted) and its beginning (`release_before`: what a
+  sliding window has left behind).
 * Every operation either happens whole or raises and changes nothing.
 
-The unit of work is a batch of sequences, in NumPy: a step of 256 sequences costs tens of microseconds.  Paging is the
-idea of vLLM (https://arxiv.org/abs/2309.06180); chained digests and the order of eviction are those of its v1.
-Not safe for several threads at once: a scheduler owns it.
+The unit of work is a batch of sequences, in NumPy: 256 cost tens of microseconds.  It belongs to one thread at a time.
+Paging is the idea of vLLM (https://arxiv.org/abs/2309.06180); digests and the order of eviction are those of its v1.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
 from cki.errors import InvalidArgumentError, OutOfBlocksError
-from cki.memory.checks import SIZE, is_integer, is_size, token_counts, token_ids
+from cki.memory.checks import is_integer, is_size, require_sizes, token_counts, token_ids
+from cki.memory.content import Salt, StoredBlocks, first_digest, prefix_digests
 
 #: Several sequences, or one.
 Sequences = int | Sequence[int]
@@ -36,32 +37,23 @@ class BlockAllocator:
 
     max_blocks_per_sequence: columns of `table`; default num_blocks.
 
-    table: int32 [max_sequences, max_blocks_per_sequence], block ids by row and place; stale past a row's blocks.
-    lengths: int64 [max_sequences], tokens of each row.  held: int64 [max_sequences], blocks of each row.
-    version: changes when a row is given to a sequence and when an entry in use changes; not when entries are added.
+    table: int32 [max_sequences, max_blocks_per_sequence], block ids by row and place; stale outside a row's blocks.
+    lengths: int64 [max_sequences], tokens of each row.  released, held: int64 [max_sequences], where the places of a
+    row's blocks begin and end.
+    version: changes when a row is given to a sequence and when an entry changes, not when some are added or given up.
     Read these; only the methods write them.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        max_sequences: int = 256,
-        max_blocks_per_sequence: int | None = None,
-    ) -> None:
+        self, num_blocks: int, block_size: int, *, max_sequences: int = 256, max_blocks_per_sequence: int | None = None
+    ) -> None:  # fmt: skip
         columns = num_blocks if max_blocks_per_sequence is None else max_blocks_per_sequence
-        sizes = {
-            "num_blocks": num_blocks, "block_size": block_size, "max_sequences": max_sequences,
-            "max_blocks_per_sequence": columns,
-        }  # fmt: skip
-        problems = [f"{name}={value!r}" for name, value in sizes.items() if not is_size(value)]
-        if problems:
-            raise InvalidArgumentError("BlockAllocator: sizes out of range", problems, f"each {SIZE}")
+        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        limits = {"max_sequences": max_sequences, "max_blocks_per_sequence": columns}
+        require_sizes("BlockAllocator", {**sizes, **limits})
         self.num_blocks, self.block_size = int(num_blocks), int(block_size)
         self.table = np.zeros((max_sequences, columns), np.int32)
-        self.lengths = np.zeros(max_sequences, np.int64)
-        self.held = np.zeros(max_sequences, np.int64)
+        self.lengths, self.held, self.released = (np.zeros(max_sequences, np.int64) for _ in range(3))
         self.version = 0
         self._owners = np.zeros(num_blocks, np.int32)
         # Free blocks without content: a stack, the lowest ids on top at first.
@@ -69,13 +61,16 @@ class BlockAllocator:
         self._num_empty = self.num_blocks
         # Free blocks with content, the least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._block_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._stored = StoredBlocks()
         self._rows: dict[int, int] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._next_id = 0
         # Prompts not yet stored in full: row -> (digests of its full blocks, how many are published).
         self._prompts: dict[int, tuple[list[bytes], int]] = {}
+        # Rows that end within a block that was full, whose content is known, perhaps, until they write into it.
+        self._cut_short: set[int] = set()
+        # What each row's digests begin with.
+        self._first_digests = [b""] * max_sequences
 
     # ------------------------------------------------------------ counts
 
@@ -106,28 +101,24 @@ class BlockAllocator:
 
     # ------------------------------------------------------------ sequences
 
-    def create(self, tokens: int | Sequence[int] | np.ndarray = 0) -> int:
+    def create(self, tokens: int | Sequence[int] | np.ndarray = 0, *, salt: Salt = None) -> int:
         """A new sequence with blocks for its prompt; returns its id (never used twice).
 
         tokens: the prompt's token ids, or only their number.  With ids the sequence starts with the blocks of the
         longest prefix that is stored already, and `length` says how many tokens that is; at least the last
         token is left to compute, for its logits are needed.  With a number it starts with length 0.  `append` then
-        adds the rest; blocks that it fills can be shared from that moment.
+        adds the rest; blocks that it fills can be shared from that moment, by sequences of the same salt.
         """
+        first = first_digest(salt)
         if is_integer(tokens):
             count, digests = int(token_counts(tokens, 1)[0]), []
         else:
             ids = token_ids(tokens)  # type: ignore[arg-type]
-            count, digests = len(ids), self._digests(ids)
+            count, digests = len(ids), prefix_digests(ids, self.block_size, first)
         total = -(-count // self.block_size)
         if total > self.table.shape[1]:
             raise InvalidArgumentError(self._too_long(f"a prompt of {count} tokens", total))
-        hits: list[int] = []
-        for digest in digests[: max(count - 1, 0) // self.block_size]:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            hits.append(block)
+        hits = self._stored.longest_prefix(digests[: max(count - 1, 0) // self.block_size])
         revived = sum(block in self._cached for block in hits)
         self._require_row()
         self._require_blocks(total - len(hits) + revived)
@@ -139,6 +130,7 @@ class BlockAllocator:
         self.table[row, len(hits) : total] = self._take(total - len(hits))
         self.held[row] = total
         self.lengths[row] = len(hits) * self.block_size
+        self._first_digests[row] = first
         if len(hits) < len(digests):
             self._prompts[row] = digests, len(hits)
         return sequence
@@ -165,6 +157,8 @@ class BlockAllocator:
         num_new = int(new.sum())
         copied = self._rows_to_copy(rows, lengths, added)
         self._require_blocks(num_new + len(copied))
+        if self._cut_short:
+            self._forget_overwritten(rows.tolist(), added, copied)
 
         taken = self._take(num_new + len(copied))
         copies = np.empty((len(copied), 2), np.int32)
@@ -188,12 +182,15 @@ class BlockAllocator:
         """A new sequence with the same tokens in the same blocks (a partly filled last one too); returns its id."""
         parent = self._row(sequence)
         self._require_row()
-        stored = -(-int(self.lengths[parent]) // self.block_size)
+        begin, stored = self.released[parent], -(-self.lengths[parent] // self.block_size)
         child_id, child = self._new_row()
-        blocks = self.table[parent, :stored]
+        blocks = self.table[parent, begin:stored]
         self._owners[blocks] += 1
-        self.table[child, :stored] = blocks
-        self.held[child], self.lengths[child] = stored, self.lengths[parent]
+        self.table[child, begin:stored] = blocks
+        self.released[child], self.held[child], self.lengths[child] = begin, stored, self.lengths[parent]
+        self._first_digests[child] = self._first_digests[parent]
+        if parent in self._cut_short:
+            self._cut_short.add(child)
         return child_id
 
     def free(self, sequence: int, tokens: Sequence[int] | np.ndarray | None = None) -> int:
@@ -210,22 +207,58 @@ class BlockAllocator:
                     f"{len(ids)} tokens of sequence {sequence}, which holds {self.lengths[row]}",
                     hint="the ids of all tokens that it holds",
                 )
-            self._prompts[row] = self._digests(ids), 0
+            self._prompts[row] = prefix_digests(ids, self.block_size, self._first_digests[row]), 0
             self._publish(row)
         self._prompts.pop(row, None)
-        blocks = self.table[row, : self.held[row]]
-        self._owners[blocks] -= 1
-        left = blocks[self._owners[blocks] == 0]
-        # The end first: of a prefix that is cached, the tail goes before what it hangs on.
-        for block in left[::-1].tolist():
-            if block in self._digest_of:
-                self._cached[block] = None
-            else:
-                self._put(block)
-        self.lengths[row] = self.held[row] = 0
+        self._cut_short.discard(row)
+        freed = self._leave(row, self.released[row], self.held[row])
+        self.lengths[row] = self.held[row] = self.released[row] = 0
         del self._rows[sequence]
         self._free_rows.append(row)
-        return len(left)
+        return freed
+
+    def truncate(self, sequence: int, length: int) -> int:
+        """Forget the tokens from `length` on, and blocks reserved behind; returns how many blocks became free.
+
+        The next `append` goes on from there; a block that others share is copied then.
+        """
+        row, size = self._row(sequence), self.block_size
+        least, most = int(self.released[row]) * size, int(self.lengths[row])
+        if not is_integer(length) or not least <= length <= most:
+            raise InvalidArgumentError(
+                f"length={length!r} of sequence {sequence}, which holds {most} tokens",
+                hint=f"an integer from {least} to {most}",
+            )
+        kept = -(-length // size)
+        freed = self._leave(row, kept, self.held[row])
+        self.held[row], self.lengths[row] = kept, length
+        (self._cut_short.add if length % size else self._cut_short.discard)(row)
+        if row in self._prompts:
+            digests, published = self._prompts[row]
+            self._prompts[row] = digests[: length // size], min(published, length // size)
+            self._publish(row)
+        return freed
+
+    def release_before(self, sequence: int, position: int) -> int:
+        """Give up the blocks all of whose tokens lie before `position`: none of them will be read any more.
+
+        The sequence's length and positions stay.  Returns how many blocks became free.
+        """
+        row = self._row(sequence)
+        if not is_integer(position) or not 0 <= position <= self.lengths[row]:
+            raise InvalidArgumentError(
+                f"position={position!r} of sequence {sequence}",
+                hint=f"an integer from 0 to {self.lengths[row]}",
+            )
+        return self.release_rows_before(np.array([row]), np.array([position]))
+
+    def release_rows_before(self, rows: np.ndarray, positions: np.ndarray) -> int:
+        """`release_before` for checked arguments: rows of `table`, int64 positions."""
+        ends, freed = positions // self.block_size, 0
+        for i in np.flatnonzero(ends > self.released[rows]).tolist():
+            freed += self._leave(rows[i], self.released[rows[i]], ends[i])
+            self.released[rows[i]] = ends[i]
+        return freed
 
     def grow(self, num_blocks: int) -> None:
         """More blocks; those that exist keep their ids."""
@@ -244,9 +277,9 @@ class BlockAllocator:
         return int(self.lengths[self._row(sequence)])
 
     def blocks(self, sequence: int) -> list[int]:
-        """Block ids of a sequence, in order; those reserved for tokens to come included."""
+        """Block ids of a sequence, in order, from the first that it still has; those for tokens to come included."""
         row = self._row(sequence)
-        found: list[int] = self.table[row, : self.held[row]].tolist()
+        found: list[int] = self.table[row, self.released[row] : self.held[row]].tolist()
         return found
 
     def rows_of(self, sequences: Sequences) -> np.ndarray:
@@ -309,12 +342,25 @@ class BlockAllocator:
     def _take(self, count: int) -> np.ndarray:
         while self._num_empty < count:
             block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._digest_of.pop(block)]
+            self._stored.forget(block)
             self._put(block)
         self._num_empty -= count
         taken = self._empty[self._num_empty : self._num_empty + count][::-1].copy()
         self._owners[taken] = 1
         return taken
+
+    def _leave(self, row: int, begin: int, end: int) -> int:
+        """Give up a row's blocks at the places [begin, end); returns how many became free."""
+        blocks = self.table[row, begin:end]
+        self._owners[blocks] -= 1
+        left = blocks[self._owners[blocks] == 0]
+        # The end first: of a prefix that is cached, the tail goes before what it hangs on.
+        for block in left[::-1].tolist():
+            if block in self._stored:
+                self._cached[block] = None
+            else:
+                self._put(block)
+        return len(left)
 
     def _put(self, block: int) -> None:
         self._empty[self._num_empty] = block
@@ -334,23 +380,20 @@ class BlockAllocator:
             owners[block] = left - 1
         return np.array(copied, np.int64)
 
-    def _digests(self, ids: np.ndarray) -> list[bytes]:
-        """Of each full block of these tokens: the digest of its tokens and of all before."""
-        digests, digest = [], b""
-        for end in range(self.block_size, len(ids) + 1, self.block_size):
-            content = ids[end - self.block_size : end].tobytes()
-            digest = hashlib.blake2b(digest + content, digest_size=16).digest()
-            digests.append(digest)
-        return digests
+    def _forget_overwritten(self, rows: list[int], added: np.ndarray, copied: np.ndarray) -> None:
+        """Of rows that were cut short and write on: what lies in their last block, if they keep it, is overwritten."""
+        for position, row in enumerate(rows):
+            if row in self._cut_short and added[position]:
+                self._cut_short.discard(row)
+                if position not in copied:
+                    self._stored.forget(int(self.table[row, self.lengths[row] // self.block_size]))
 
     def _publish(self, row: int) -> None:
         """Make the blocks of a known prompt that are full by now findable."""
         digests, start = self._prompts[row]
+        start = max(start, int(self.released[row]))
         full = min(int(self.lengths[row]) // self.block_size, len(digests))
-        for digest, block in zip(digests[start:full], self.table[row, start:full].tolist()):
-            # The same content may lie in two blocks that were computed side by side: the first one is found.
-            if digest not in self._block_of and block not in self._digest_of:
-                self._block_of[digest], self._digest_of[block] = block, digest
+        self._stored.add(digests[start:full], self.table[row, start:full].tolist())
         if full == len(digests):
             del self._prompts[row]
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,13 @@ def is_integer(value: Any) -> bool:
 def is_size(value: Any) -> bool:
     """Whether a value is an integer from 1 to 2^31 - 1."""
     return is_integer(value) and 1 <= value < 2**31
+
+
+def require_sizes(what: str, sizes: Mapping[str, Any]) -> None:
+    """InvalidArgumentError naming every value that is no size."""
+    problems = [f"{name}={value!r}" for name, value in sizes.items() if not is_size(value)]
+    if problems:
+        raise InvalidArgumentError(f"{what}: sizes out of range", problems, f"each {SIZE}")
 
 
 def token_counts(counts: int | Sequence[int] | np.ndarray, length: int) -> np.ndarray:

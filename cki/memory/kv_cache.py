@@ -31,10 +31,10 @@ from cki.memory import arguments
 from cki.memory.arena import Arena, CudaArena, HostArena, VirtualArena, allocation_granularity
 from cki.memory.blocks import BlockAllocator, Sequences
 from cki.memory.checks import token_counts
+from cki.memory.content import Salt
 from cki.memory.layout import CacheLayout, CacheShape
+from cki.memory.step_tables import StepTables
 from cki.memory.views import CacheLayer, CacheTensor, Step
-
-_STEP_TENSORS = ("slot_mapping", "positions", "seq_lens", "cu_seqlens_q")
 
 
 class PagedKVCache:
@@ -46,6 +46,7 @@ class PagedKVCache:
     value_head_dim: of V, when not head_dim.
     max_sequences: sequences at a time.  max_step_tokens: new tokens in one step.
     max_blocks_per_sequence: columns of the block table; default 32768 tokens' worth, at most max_num_blocks.
+    window_left: tokens before its own that a query sees, in all layers; steps give up the blocks that lie before those.
     max_num_blocks: lets `grow` add blocks up to that number: addresses for them are reserved now, memory comes later.
     device: "sim", "cuda", "cuda:1" or a GPU's index; default: the current one.
     stream: of the uploads of `prepare_step`, an int or a framework's stream; default: the legacy default stream.
@@ -68,6 +69,7 @@ class PagedKVCache:
         max_blocks_per_sequence: int | None = None,
         max_step_tokens: int = 8192,
         max_num_blocks: int | None = None,
+        window_left: int | None = None,
         static_scales: tuple[Any, Any] | None = None,
         device: int | str | None = None,
         stream: Any = 0,
@@ -76,8 +78,10 @@ class PagedKVCache:
             num_layers=num_layers, num_blocks=num_blocks, nbytes=bytes, block_size=block_size,
             num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, value_head_dim=value_head_dim,
             max_sequences=max_sequences, max_blocks_per_sequence=max_blocks_per_sequence,
-            max_step_tokens=max_step_tokens, max_num_blocks=max_num_blocks, static_scales=static_scales,
+            max_step_tokens=max_step_tokens, max_num_blocks=max_num_blocks, window_left=window_left,
+            static_scales=static_scales,
         )  # fmt: skip
+        self._window_left = window_left
         self._shape: CacheShape = wanted.shape
         self._max_num_blocks = wanted.max_num_blocks
         self._can_grow = max_num_blocks is not None
@@ -90,17 +94,11 @@ class PagedKVCache:
             max_sequences=max_sequences, max_blocks_per_sequence=self._shape.max_blocks_per_sequence,
         )  # fmt: skip
         self._arena.commit(self._layout.ranges(wanted.num_blocks))
-        self._make_staging()
+        self._tables = StepTables(self._arena, self._layout, self._allocator)
         self._layers = self._make_layers()
         self._block_parts = self._layout.block_parts()
-        # What the device's block table holds: (version of the allocator's table, rows), blocks of each row.
-        self._uploaded_batch = (-1, b"")
-        self._uploaded_held = np.zeros(0, np.int64)
-        # Tensors of the last step's (sequences, tokens), for the next one of the same extents.
-        self._viewed = (-1, -1)
-        self._views: dict[str, CacheTensor] = {}
         nothing = np.zeros(0, np.int64)
-        self._upload_step(nothing, nothing, nothing, 0, self._stream)
+        self._tables.upload(nothing, nothing, nothing, self._stream)
         if wanted.static_scales is not None:
             self._upload_static_scales(wanted.static_scales)
 
@@ -124,22 +122,6 @@ class PagedKVCache:
         if gpu is None:
             return HostArena(self._layout.nbytes)
         return (VirtualArena if self._can_grow else CudaArena)(self._layout.nbytes, gpu)
-
-    def _make_staging(self) -> None:
-        end = self._layout.upload_nbytes
-        table = self._layout.tables["block_table"]
-        self._staging = self._arena.staging(end + table.nbytes)
-        self._staged = []
-        for buffer in self._staging.buffers:
-            arrays = {}
-            for name in _STEP_TENSORS:
-                offset, _, dtype = place = self._layout.tables[name]
-                arrays[name] = buffer[offset : offset + place.nbytes].view(dtype.numpy)
-            arrays["slot_mapping"].fill(-1)
-            arrays["block_table"] = buffer[end : end + table.nbytes].view(np.int32)
-            self._staged.append(arrays)
-        # Tokens of the step that last used a buffer: what lies behind is inert.
-        self._staged_tokens = [0] * len(self._staged)
 
     def _make_layers(self) -> list[CacheLayer]:
         if self._shape.static_scales:
@@ -214,36 +196,32 @@ class PagedKVCache:
             raise InvalidArgumentError(f"layer {index}", hint=f"0 to {self.num_layers - 1}")
         return self._layers[index]
 
-    def _table(self, name: str, extent: int | None = None) -> CacheTensor:
-        place = self._layout.tables[name]
-        if extent is not None:
-            place = place._replace(shape=(extent, *place.shape[1:]))
-        return CacheTensor(self._arena, place)
-
     def table(self, name: str) -> CacheTensor:
         """A table of the steps in its full size, by its name in `Step`: what a plan made for all steps reads."""
-        return self._table(name)
+        return self._tables.tensor(name)
 
     @property
     def block_table(self) -> CacheTensor:
         """i32 [max_sequences, max_blocks_per_sequence]: row i belongs to the i-th sequence of the last step."""
-        return self._table("block_table")
+        return self.table("block_table")
 
     @property
     def seq_lens(self) -> CacheTensor:
         """i32 [max_sequences]: lengths of the last step's sequences, then zeros."""
-        return self._table("seq_lens")
+        return self.table("seq_lens")
 
     # ------------------------------------------------------------ sequences
 
-    def allocate_sequence(self, tokens: int | Sequence[int] | np.ndarray = 0) -> int:
+    def allocate_sequence(self, tokens: int | Sequence[int] | np.ndarray = 0, *, salt: Salt = None) -> int:
         """A new sequence with blocks reserved for its prompt: token ids, or only their number; returns its id.
 
         With ids, blocks of a prefix that is stored already are shared, and `length` says how many tokens that is (never
         all: the last one has to be computed).  Steps then store the rest of that prompt, in one or several parts.
+        salt: a str, bytes, an int or a tuple of them; only sequences of the same salt share blocks.  It stands for
+        what keys and values depend on besides tokens (an adapter), and for who may know of whose prompts (a tenant).
         Raises OutOfBlocksError when blocks or sequence slots are lacking, and changes nothing.
         """
-        return self._allocator.create(tokens)
+        return self._allocator.create(tokens, salt=salt)
 
     def fork(self, sequence: int) -> int:
         """A new sequence that shares all tokens stored so far; blocks part when one of the two writes on."""
@@ -256,12 +234,29 @@ class PagedKVCache:
         """
         return self._allocator.free(sequence, tokens)
 
+    def truncate(self, sequence: int, length: int) -> int:
+        """Forget a sequence's tokens from `length` on (drafts not accepted); returns how many blocks became free.
+
+        The next step stores its tokens from there; blocks that were reserved for a prompt's rest are given up, too.
+        """
+        freed = self._allocator.truncate(sequence, length)
+        self._tables.cut(int(self._allocator.rows_of(sequence)[0]))
+        return freed
+
+    def release_before(self, sequence: int, position: int) -> int:
+        """Give up the blocks whose tokens all lie before `position`, which no query will see any more; returns how many
+        blocks became free.
+
+        The sequence's length and positions stay; its table's first entries mean nothing from the next step on.
+        """
+        return self._allocator.release_before(sequence, position)
+
     def length(self, sequence: int) -> int:
         """Tokens stored (or shared) so far."""
         return self._allocator.length(sequence)
 
     def blocks(self, sequence: int) -> list[int]:
-        """Block ids of a sequence, in order."""
+        """Block ids of a sequence, in order, from the first that it still has."""
         return self._allocator.blocks(sequence)
 
     # ------------------------------------------------------------ steps
@@ -292,63 +287,15 @@ class PagedKVCache:
         for source, target in copies.tolist():
             self._copy_block(source, target, handle)
         lengths = self._allocator.lengths[rows]
-        self._upload_step(rows, counts, lengths, total, handle)
-        batch = len(rows)
-        if self._viewed != (batch, total):
-            self._viewed = batch, total
-            self._views = {
-                "slot_mapping": self._table("slot_mapping", total), "positions": self._table("positions", total),
-                "cu_seqlens_q": self._table("cu_seqlens_q", batch + 1), "seq_lens": self._table("seq_lens", batch),
-                "block_table": self._table("block_table", batch),
-            }  # fmt: skip
+        self._tables.upload(rows, counts, lengths, handle)
+        if self._window_left is not None:
+            first_seen = np.maximum(lengths - counts - self._window_left, 0)
+            self._allocator.release_rows_before(rows, first_seen)
         longest = int(lengths.max(initial=0))
+        views = self._tables.of_step(len(rows), total)
         return Step(
-            num_sequences=batch, num_tokens=total, max_seq_len=longest, copies=copies, **self._views
+            num_sequences=len(rows), num_tokens=total, max_seq_len=longest, copies=copies, **views
         )  # fmt: skip
-
-    def _upload_step(
-        self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, total: int, stream: int
-    ) -> None:
-        index = self._staging.next()
-        staged, buffer, batch = self._staged[index], self._staging.buffers[index], len(rows)
-        starts = np.cumsum(counts) - counts
-        owner = np.repeat(rows, counts)
-        positions = np.arange(total) + np.repeat(lengths - counts - starts, counts)
-        place, offset = np.divmod(positions, self.block_size)
-        staged["slot_mapping"][:total] = (
-            self._allocator.table[owner, place] * np.int64(self.block_size) + offset
-        )
-        staged["positions"][:total] = positions
-        before = self._staged_tokens[index]
-        if before > total:
-            staged["slot_mapping"][total:before] = -1
-            staged["positions"][total:before] = 0
-        self._staged_tokens[index] = total
-        staged["seq_lens"][:batch], staged["seq_lens"][batch:] = lengths, 0
-        staged["cu_seqlens_q"][:batch], staged["cu_seqlens_q"][batch:] = starts, total
-        self._arena.upload(0, buffer[: self._layout.upload_nbytes], stream)
-        self._upload_table(rows, staged["block_table"], stream)
-        self._staging.sent(index, stream)
-
-    def _upload_table(self, rows: np.ndarray, staged: np.ndarray, stream: int) -> None:
-        """Upload the part of the block table that the device lacks: of the same batch as before, the columns added."""
-        held = self._allocator.held[rows]
-        batch = self._allocator.version, rows.tobytes()
-        if batch == self._uploaded_batch:
-            changed = np.flatnonzero(held != self._uploaded_held)
-            if not len(changed):
-                return
-            top, bottom = int(changed[0]), int(changed[-1]) + 1
-            left, right = int(self._uploaded_held[changed].min()), int(held[changed].max())
-        else:
-            top, bottom, left, right = 0, len(rows), 0, int(held.max(initial=0))
-        self._uploaded_batch, self._uploaded_held = batch, held
-        if right:
-            part = staged[: (bottom - top) * (right - left)].reshape(bottom - top, right - left)
-            part[:] = self._allocator.table[rows[top:bottom], left:right]
-            pitch = 4 * self._shape.max_blocks_per_sequence
-            corner = self._layout.tables["block_table"].offset + top * pitch + 4 * left
-            self._arena.upload_rows(corner, pitch, part, stream)
 
     def _copy_block(self, source: int, target: int, stream: int) -> None:
         for offset, nbytes in self._block_parts:

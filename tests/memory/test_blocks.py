@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cki import CkiError
-from cki.errors import InvalidArgumentError, OutOfBlocksError
+from cki.errors import InvalidArgumentError, InvalidTypeError, OutOfBlocksError
 from cki.memory import BlockAllocator
 from tests import cases
 
@@ -260,6 +260,11 @@ def test_grow_keeps_what_is_there() -> None:
         (lambda a: a.free(None), "sequence None was never created"),
         (lambda a: a.length([0]), r"sequence \[0\] was never created"),
         (lambda a: a.fork(True), "sequence True was never created"),
+        (lambda a: a.truncate(0, 1), "length=1 of sequence 0, which holds 0 tokens"),
+        (lambda a: a.truncate(0, -1), "from 0 to 0"),
+        (lambda a: a.truncate(7, 0), "never created"),
+        (lambda a: a.release_before(0, 1), "position=1 of sequence 0"),
+        (lambda a: a.release_before(0, 0.0), "position=0.0"),
     ],
 )
 def test_refused(call: Any, words: str) -> None:
@@ -271,6 +276,88 @@ def test_refused(call: Any, words: str) -> None:
         call(allocator)
     assert re.search(words, str(caught.value), re.DOTALL)
     assert state(allocator) == before
+
+
+def test_truncate_gives_up_blocks_and_those_reserved() -> None:
+    allocator = BlockAllocator(10, 4)
+    a = allocator.create(30)
+    allocator.append(a, 11)
+    assert (allocator.truncate(a, 9), allocator.length(a)) == (5, 9)
+    kept = allocator.blocks(a)
+    assert (len(kept), allocator.truncate(a, 9), allocator.truncate(a, 8)) == (3, 0, 1)
+    allocator.append(a, 5)
+    assert allocator.blocks(a)[:2] == kept[:2]
+    assert (allocator.truncate(a, 0), allocator.num_free, allocator.blocks(a)) == (4, 10, [])
+
+
+def test_a_truncated_block_is_found_until_it_is_overwritten() -> None:
+    """Full blocks of a known prompt, of which the second is cut short and then written on."""
+    allocator, prompt = BlockAllocator(10, 4), list(range(9))
+    a = allocator.create(prompt)
+    allocator.append(a, 9)
+    allocator.truncate(a, 6)
+    b = allocator.create(prompt)
+    assert allocator.length(b) == 8, "both blocks hold what they held"
+    assert len(allocator.append(a, 1)) == 1, "now that b has it, a writes into a copy"
+    allocator.truncate(b, 7)
+    assert len(allocator.append(b, 1)) == 0, "the last owner writes in place"
+    c = allocator.create(prompt)
+    assert allocator.length(c) == 4, "what was overwritten is not found"
+
+
+def test_a_block_that_became_known_after_the_cut_is_forgotten_too() -> None:
+    allocator, tokens = BlockAllocator(10, 4), list(range(8))
+    a = allocator.create()
+    allocator.append(a, 8)
+    b = allocator.fork(a)
+    allocator.truncate(b, 6)
+    allocator.free(a, tokens)
+    assert allocator.length(allocator.create([*tokens, 8])) == 8
+    c = allocator.fork(b)
+    allocator.append([b, c], 1)
+    assert allocator.length(allocator.create([*tokens, 8])) == 8, "c and b wrote into copies"
+
+
+def test_a_truncated_prompt_is_known_as_far_as_it_is_left() -> None:
+    allocator, prompt = BlockAllocator(10, 2), list(range(9))
+    a = allocator.create(prompt)
+    allocator.append(a, 5)
+    allocator.truncate(a, 3)
+    allocator.append(a, 6)  # other tokens, perhaps
+    assert allocator.length(allocator.create(prompt)) == 2
+
+
+def test_release_before_keeps_positions_and_what_follows() -> None:
+    allocator = BlockAllocator(6, 4)
+    a = allocator.create()
+    allocator.append(a, 22)
+    blocks = allocator.blocks(a)
+    assert [allocator.release_before(a, position) for position in (3, 11, 9, 12)] == [0, 2, 0, 1]
+    assert (allocator.blocks(a), allocator.length(a), allocator.num_free) == (blocks[3:], 22, 3)
+    b = allocator.fork(a)
+    assert (allocator.blocks(b), allocator.num_shared) == (blocks[3:], 3)
+    with pytest.raises(InvalidArgumentError, match="from 12 to 22"):
+        allocator.truncate(a, 11)
+    assert [allocator.free(a), allocator.free(b), allocator.num_free] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("salt", [0, "a", b"a", ("a", 1), ("a", "1"), ("a1",), [None], ""])
+def test_only_sequences_of_one_salt_share(salt: Any) -> None:
+    allocator, prompt = BlockAllocator(60, 2), list(range(5))
+    for tokens_too in (False, True):
+        a = allocator.create(prompt, salt=salt)
+        allocator.append(a, 5 - allocator.length(a))
+        allocator.free(a, prompt if tokens_too else None)
+        for other in (None, 1, "b", b"b", ("a", 2)):
+            assert allocator.length(allocator.create(prompt, salt=other)) == 0
+    again = allocator.create(prompt, salt=salt)
+    assert allocator.length(allocator.fork(again)) == allocator.length(again) == 4
+
+
+def test_a_salt_is_a_plain_value() -> None:
+    for salt in (1.5, object(), ("a", 2.0)):
+        with pytest.raises(InvalidTypeError, match="salt: "):
+            BlockAllocator(2, 2).create([1], salt=salt)
 
 
 def test_any_block_size_and_numpy_integers() -> None:

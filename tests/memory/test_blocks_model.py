@@ -28,14 +28,16 @@ class Model:
         self.memory = np.full((num_blocks, block_size), -1)
         self.tokens: dict[int, list[int]] = {}
         self.prompts: dict[int, list[int]] = {}
-        self.ever: list[tuple[int, ...]] = []
+        self.salts: dict[int, int | None] = {}
+        self.released: dict[int, int] = {}
+        self.ever: list[tuple[object, ...]] = []
         self.fresh = itertools.count(1000)
         self.num_copies = 0
 
-    def create(self, prompt: list[int]) -> int | None:
+    def create(self, prompt: list[int], salt: int | None = None) -> int | None:
         free = self.allocator.num_free
         try:
-            sequence = self.allocator.create(prompt)
+            sequence = self.allocator.create(prompt, salt=salt)
         except OutOfBlocksError:
             assert self.allocator.num_free == free
             return None
@@ -44,8 +46,9 @@ class Model:
         assert found < max(len(prompt), 1)
         self.tokens[sequence] = prompt[:found]
         self.prompts[sequence] = prompt[found:]
+        self.salts[sequence], self.released[sequence] = salt, 0
         if found:
-            assert tuple(prompt[:found]) in self.ever, "shared a prefix that nobody stored"
+            assert (salt, *prompt[:found]) in self.ever, "shared a prefix that nobody of this salt stored"
         assert self.read(sequence) == prompt[:found], "a shared prefix holds other tokens"
         return sequence
 
@@ -71,13 +74,15 @@ class Model:
                 prompt = self.prompts[sequence]
                 token = prompt.pop(0) if prompt else next(self.fresh)
                 place, offset = divmod(len(self.tokens[sequence]), self.allocator.block_size)
-                self.memory[self.allocator.blocks(sequence)[place], offset] = token
+                block = self.allocator.blocks(sequence)[place - self.released[sequence]]
+                self.memory[block, offset] = token
                 self.tokens[sequence].append(token)
-            self.remember(self.tokens[sequence])
+            self.remember(sequence)
 
-    def remember(self, tokens: list[int]) -> None:
-        size = self.allocator.block_size
-        self.ever += [tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
+    def remember(self, sequence: int) -> None:
+        size, tokens = self.allocator.block_size, self.tokens[sequence]
+        ends = range(size, len(tokens) + 1, size)
+        self.ever += [(self.salts[sequence], *tokens[:end]) for end in ends]
 
     def fork(self, sequence: int) -> int | None:
         try:
@@ -87,7 +92,22 @@ class Model:
             return None
         self.tokens[child] = list(self.tokens[sequence])
         self.prompts[child] = []
+        self.salts[child], self.released[child] = self.salts[sequence], self.released[sequence]
         return child
+
+    def truncate(self, sequence: int, length: int) -> None:
+        length = max(length, self.released[sequence] * self.allocator.block_size)
+        if length <= len(self.tokens[sequence]):
+            self.allocator.truncate(sequence, length)
+            del self.tokens[sequence][length:]
+            self.prompts[sequence] = []
+
+    def release_before(self, sequence: int, position: int) -> None:
+        before = self.allocator.num_free
+        freed = self.allocator.release_before(sequence, min(position, len(self.tokens[sequence])))
+        assert self.allocator.num_free == before + freed
+        blocks = min(position, len(self.tokens[sequence])) // self.allocator.block_size
+        self.released[sequence] = max(self.released[sequence], blocks)
 
     def free(self, sequence: int, with_tokens: bool) -> None:
         owners = Counter(b for s in self.tokens for b in self.allocator.blocks(s))
@@ -98,7 +118,8 @@ class Model:
 
     def read(self, sequence: int) -> list[int]:
         flat = self.memory[self.allocator.blocks(sequence)].reshape(-1)
-        return [int(token) for token in flat[: self.allocator.length(sequence)]]
+        begin = self.released[sequence] * self.allocator.block_size
+        return [int(token) for token in flat[: self.allocator.length(sequence) - begin]]
 
     def check(self) -> None:
         """No leak, no double ownership, every count right, every sequence reads its own tokens."""
@@ -107,13 +128,15 @@ class Model:
         for sequence, tokens in self.tokens.items():
             blocks = allocator.blocks(sequence)
             assert len(set(blocks)) == len(blocks)
-            assert len(blocks) * allocator.block_size >= len(tokens)
+            begin = self.released[sequence] * allocator.block_size
+            assert begin + len(blocks) * allocator.block_size >= len(tokens) == allocator.length(sequence)
             owners.update(blocks)
-            assert self.read(sequence) == tokens
+            assert self.read(sequence) == tokens[begin:]
         for block, count in owners.items():
             if count > 1:
                 holders = [s for s in self.tokens if block in allocator.blocks(s)]
-                assert len({allocator.blocks(s).index(block) for s in holders}) == 1
+                places = {self.released[s] + allocator.blocks(s).index(block) for s in holders}
+                assert len(places) == len({self.salts[s] for s in holders}) == 1
         assert allocator.num_used == len(owners)
         assert allocator.num_shared == sum(count > 1 for count in owners.values())
         assert allocator.num_free + allocator.num_used == allocator.num_blocks
@@ -144,12 +167,12 @@ class Requests(RuleBasedStateMachine):
     def one(self, sequence: int | None) -> bool:
         return self.model is not None and sequence in self.model.tokens
 
-    @rule(target=sequences, prompt=prompts())
-    def create(self, prompt: list[int]) -> int | None:
+    @rule(target=sequences, prompt=prompts(), salt=st.sampled_from([None, None, 1]))
+    def create(self, prompt: list[int], salt: int | None) -> int | None:
         model = self.model
         if model is None or len(prompt) > model.allocator.num_blocks * model.allocator.block_size:
             return None
-        return model.create(prompt)
+        return model.create(prompt, salt)
 
     @rule(batch=st.dictionaries(sequences, st.integers(0, 6), min_size=1, max_size=4))
     def append(self, batch: dict[int | None, int]) -> None:
@@ -164,6 +187,16 @@ class Requests(RuleBasedStateMachine):
         return (
             self.model.fork(sequence) if self.model and sequence is not None and self.one(sequence) else None
         )
+
+    @rule(sequence=sequences, length=st.integers(0, 20))
+    def truncate(self, sequence: int | None, length: int) -> None:
+        if self.model and sequence is not None and self.one(sequence):
+            self.model.truncate(sequence, length)
+
+    @rule(sequence=sequences, position=st.integers(0, 20))
+    def release_before(self, sequence: int | None, position: int) -> None:
+        if self.model and sequence is not None and self.one(sequence):
+            self.model.release_before(sequence, position)
 
     @rule(sequence=consumes(sequences), with_tokens=st.booleans())
     def free(self, sequence: int | None, with_tokens: bool) -> None:
@@ -190,17 +223,19 @@ TestRequests.settings = settings(
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(40, 1), (24, 4), (12, 16)])
-def test_free_returns_all_after_a_thousand_requests(blocks: int, size: int) -> None:
+def test_free_returns_all_after_thousands_of_requests(blocks: int, size: int) -> None:
+    """10000 requests in all; the model is compared after each."""
     rng = random.Random(blocks)
     model = Model(blocks, size, max_sequences=16)
     shared = refused = 0
-    for _ in range(1000):
+    for _ in range(3334):
         live = list(model.tokens)
         action = rng.random()
         if action < 0.35:
             stem = rng.choice(([], [0] * 3 * size, [0] * size + [1] * size))
             limit = blocks * size // 3
-            created = model.create([*stem, *(rng.randrange(2) for _ in range(rng.randrange(limit)))])
+            prompt = [*stem, *(rng.randrange(2) for _ in range(rng.randrange(limit)))]
+            created = model.create(prompt, rng.choice((None, None, 7)))
             refused += created is None
             shared += created is not None and bool(model.tokens[created])
         elif action < 0.65 and live:
@@ -209,6 +244,10 @@ def test_free_returns_all_after_a_thousand_requests(blocks: int, size: int) -> N
             model.append({s: min(rng.randrange(2 * size + 1), room[s]) for s in batch})
         elif action < 0.75 and live:
             model.fork(rng.choice(live))
+        elif action < 0.85 and live:
+            sequence = rng.choice(live)
+            place = rng.randrange(len(model.tokens[sequence]) + 1)
+            (model.truncate if rng.random() < 0.6 else model.release_before)(sequence, place)
         elif live:
             model.free(rng.choice(live), rng.random() < 0.5)
         model.check()

@@ -194,10 +194,10 @@ def test_tables_stay_where_they_are_and_are_inert_beyond_the_step(device: Device
     )
     assert step.seq_lens.ptr == imported(cache.seq_lens).data_ptr()
     assert cache.seq_lens.numpy().tolist() == [7, 7, 0, 0, 0, 0, 0, 0]
-    all_slots = cache._table("slot_mapping").numpy()
+    all_slots = cache.table("slot_mapping").numpy()
     assert (all_slots[2:] == -1).all()
     assert (all_slots[:2] >= 0).all()
-    assert (cache._table("cu_seqlens_q").numpy()[3:] == 2).all()
+    assert (cache.table("cu_seqlens_q").numpy()[3:] == 2).all()
 
 
 def test_block_table_follows_every_change(device: DeviceUnderTest) -> None:
@@ -234,6 +234,50 @@ def test_block_table_follows_a_copy_and_a_slot_used_again(device: DeviceUnderTes
     c = cache.allocate_sequence()
     step = cache.prepare_step([c], 7)  # the same slot and number of blocks, another sequence
     assert step.block_table.numpy()[0, :2].tolist() == cache.blocks(c)
+
+
+def test_drafts_are_rolled_back(device: DeviceUnderTest) -> None:
+    """Five drafts a step of two sequences, of which some are accepted; the same batch each time."""
+    cache = small(device, block_size=2, num_blocks=60)
+    a, b = (cache.allocate_sequence() for _ in range(2))
+    expected: dict[int, list[float]] = {a: [], b: []}
+    for round_ in range(6):
+        values = [float(100 * round_ + i) for i in range(10)]
+        store(cache, cache.prepare_step([a, b], 5), values)
+        for sequence, drafts, accepted in ((a, values[:5], round_ % 6), (b, values[5:], (round_ + 3) % 6)):
+            expected[sequence] += drafts[:accepted]
+            cache.truncate(sequence, len(expected[sequence]))
+            assert len(cache.blocks(sequence)) == -(-len(expected[sequence]) // 2)
+        assert stored(cache.prepare_step([a, b], 0), cache) == [expected[a], expected[b]]
+
+
+def test_blocks_behind_a_window_are_given_up(device: DeviceUnderTest) -> None:
+    """No sequence holds more than the window, its step and two blocks, and all that its queries see stays in place."""
+    cache = small(device, num_blocks=12, window_left=9, max_blocks_per_sequence=40)
+    sequences = [cache.allocate_sequence(), cache.allocate_sequence()]
+    history: list[list[float]] = [[], []]
+    for round_ in range(40):
+        counts = [2, 1 + round_ % 2]
+        values = [[float(100 * round_ + 10 * s + i) for i in range(n)] for s, n in enumerate(counts)]
+        step = cache.prepare_step(sequences, counts)
+        store(cache, step, [*values[0], *values[1]])
+        for s, sequence in enumerate(sequences):
+            history[s] += values[s]
+            assert len(cache.blocks(sequence)) <= -(-(9 + counts[s]) // 4) + 1
+            seen = slice(max(len(history[s]) - counts[s] - 9, 0), None)
+            assert stored(step, cache)[s][seen] == history[s][seen]
+    assert cache.release_before(sequences[0], cache.length(sequences[0])) > 0
+    assert all(cache.free_sequence(s) >= 0 for s in sequences)
+    assert cache.blocks_free == 12
+
+
+def test_sequences_of_different_salts_share_nothing(device: DeviceUnderTest) -> None:
+    cache = small(device)
+    prompt = list(range(9))
+    a = cache.allocate_sequence(prompt, salt=("tenant", 1))
+    cache.prepare_step([a], 9)
+    assert cache.length(cache.allocate_sequence(prompt)) == 0
+    assert cache.length(cache.allocate_sequence(prompt, salt=("tenant", 1))) == 8
 
 
 def test_utilisation_wastes_less_than_a_block_a_sequence() -> None:
@@ -360,6 +404,7 @@ def test_every_broken_rule_is_named() -> None:
         ({"num_blocks": None}, "one of num_blocks and bytes"),
         ({"num_blocks": None, "bytes": 100}, "bytes=100 is 0 blocks of 960 bytes each"),
         ({"max_num_blocks": 15}, "max_num_blocks=15 is below the 16 blocks"),
+        ({"window_left": -1}, "window_left=-1 is not an integer from 0 on"),
         ({"dtype": object()}, "is none of f16, bf16, f32, e4m3"),
         ({"static_scales": (1.0, 1.0)}, "static_scales belong to dtype e4m3, not f32"),
         (
