@@ -1,4 +1,6 @@
-"""The launches of an encoder layer on an H200, from its plan, and what each should take.  Needs no GPU.
+"""The launches of a prepared encoder's layer on an H200, from its plan, and what each should take.  Needs no GPU.
+
+The layer is from the middle of the stack: of a pre-LN model's norms only the first layer's first is a launch.
 
 bytes: what must move, every tensor once.  FLOPs: multiply-adds times two.  roof: the longer of bytes at 4.3 TB/s (a
 device copy) and FLOPs at 788 TFLOP/s (cuBLAS, 8192^3).  predicted: for products the model that chooses their tiles
@@ -16,7 +18,7 @@ from cki import dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.heuristics.linear_hopper import choose_hopper_tile, predicted_time
 from cki.operand import dense
-from cki.ops.encoder import ENCODER_LAYER
+from cki.ops.encoder_stack import ENCODER_LAYERS
 from cki.ops.spec import Problem as Call
 from cki.plan import Step
 
@@ -41,22 +43,34 @@ class Launch(NamedTuple):
 
 
 def layer_steps(model: Model, problem: Problem, device: DeviceInfo | None = None) -> tuple[Step, ...]:
-    """The plan of a prepared layer: Q, K and V one weight, weights [out, in], f16.  device: default an H200."""
+    """The plan of a prepared layer behind another: Q, K and V one weight, [out, in], f16.  device: default an H200."""
+    first, third = (_stack_steps(model, problem, layers, device or sim_device("sm_90a")) for layers in (1, 3))
+    return third[len(first) : (len(first) + len(third)) // 2]
+
+
+def _stack_steps(model: Model, problem: Problem, layers: int, device: DeviceInfo) -> tuple[Step, ...]:
+    """The plan of some layers."""
     h, inner, element = model.hidden, model.inner, dtypes.f16
     x = (problem.batch, problem.seq, h)
     shapes: dict[str, tuple[int, ...]] = {
-        "x": x, "wq": (3 * h, h), "wo": (h, h), "w1": (inner, h), "w2": (h, inner),
+        "wq": (3 * h, h), "wo": (h, h), "w1": (inner, h), "w2": (h, inner),
         "bq": (3 * h,), "bo": (h,), "b1": (inner,), "b2": (h,),
     }  # fmt: skip
-    shapes |= {f"{which}_{part}": (h,) for which in ("attention", "output") for part in ("gamma", "beta")}
-    attributes = {attribute.name: attribute.default for attribute in ENCODER_LAYER.attributes}
+    if not problem.pre_ln:  # else they are in the weights
+        shapes |= {f"{which}_{part}": (h,) for which in ("attention", "output") for part in ("gamma", "beta")}
+    attributes = {attribute.name: attribute.default for attribute in ENCODER_LAYERS.attributes}
     attributes |= {
         "num_heads": model.heads, "head_dim": h // model.heads, "pre_ln": problem.pre_ln, "activation": "gelu",
-        "epsilon": EPSILON, "weight_layout": "out_in",
+        "epsilon": EPSILON, "weight_layout": "out_in", "folded": problem.pre_ln,
     }  # fmt: skip
-    call = Call({name: dense(name, shape, element) for name, shape in shapes.items()}, attributes)
-    plan = ENCODER_LAYER.plan(call, {"out": dense("out", x, element)}, device or sim_device("sm_90a"))
-    return plan.steps
+    operands = {
+        name: dense(
+            name, (layers, *shape), dtypes.f32 if problem.pre_ln and name in ("bq", "b1") else element
+        )
+        for name, shape in shapes.items()
+    }
+    call = Call({"x": dense("x", x, element), **operands}, attributes)
+    return ENCODER_LAYERS.plan(call, {"out": dense("out", x, element)}, device).steps
 
 
 def launches(model: Model, problem: Problem) -> list[Launch]:
@@ -108,7 +122,7 @@ def _work(model: Model, problem: Problem) -> list[tuple[str, int, float, float]]
         product("inner to hidden, + x", inner, h, "residual"),
     ]
     if problem.pre_ln:
-        return [norm("norm"), *attention, norm("norm"), *feed_forward]
+        return [*attention, *feed_forward]
     return [*attention, norm("norm"), *feed_forward, norm("norm")]
 
 

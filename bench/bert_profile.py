@@ -61,6 +61,7 @@ def breakdown(
         raise SystemExit(f"{problem}: the profiler saw {len(kernels)} kernels, not {replays} x {launches}")
     layer = bert_plan.launches(model, problem)
     last = 1 if problem.pre_ln else 0
+    # The embeddings, and in pre-LN models the first layer's first norm.
     first = launches - model.layers * len(layer) - last
     places = [
         *(("embeddings", "") for _ in range(first)),

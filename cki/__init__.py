@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cki.encoder import Encoder as Encoder
+    from cki.encoder_prepare import prepare as prepare
     from cki.graph import Graph as Graph
     from cki.graph import capture as capture
     from cki.loader import TensorMap as TensorMap
@@ -45,9 +46,10 @@ if TYPE_CHECKING:
     from cki.ops.rope import append_kv as append_kv
     from cki.ops.rope import apply_rope as apply_rope
     from cki.ops.varlen import varlen_attention as varlen_attention
+    from cki.own_operation import LaunchRule as LaunchRule
 
 _HOME = {
-    "Graph": "graph", "capture": "graph", "load": "loader", "TensorMap": "loader",
+    "Graph": "graph", "capture": "graph", "load": "loader", "TensorMap": "loader", "LaunchRule": "own_operation",
     "hold": "ops.held",
     "attention": "ops.attention", "linear": "ops.linear", "gated_linear": "ops.gated_linear",
     "layer_norm": "ops.norm", "rms_norm": "ops.norm",
@@ -58,7 +60,7 @@ _HOME = {
     "quantize_fp8": "ops.pointwise_quantize", "dropout_add": "ops.pointwise_dropout",
     "layer_norm_quantize": "ops.norm_quantize", "rms_norm_quantize": "ops.norm_quantize",
     "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder", "encoder_layers": "ops.encoder_stack",
-    "Encoder": "encoder",
+    "Encoder": "encoder", "prepare": "encoder_prepare",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip
 

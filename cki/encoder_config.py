@@ -26,6 +26,7 @@ class EncoderConfig:
     position table serves.  pre_ln: norms before the blocks (RoBERTa-PreLayerNorm, Megatron), else after (BERT).
     padding_id: with RoBERTa's rule for positions the id of padding; None counts positions from 0 (BERT).
     weight_layout: how the matrices lie; "out_in" as torch stores them, "in_out" as TensorFlow and Flax do.
+    folded: the layers' norms are in the weights behind them (`cki.prepare`).
     """
 
     layers: int
@@ -40,6 +41,7 @@ class EncoderConfig:
     epsilon: float = 1e-12
     padding_id: int | None = None
     weight_layout: str = "out_in"
+    folded: bool = False
 
 
 class Problems:

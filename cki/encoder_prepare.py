@@ -5,11 +5,13 @@ This is the one place where CKI copies weights, and only when it is asked to: th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cki.adapter import adapter_of
 from cki.dtypes import DType
-from cki.errors import UnsupportedError
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from cki.ops.encoder_model import LAYER_WEIGHTS
 
 _FRAMEWORKS = ("numpy", "cupy", "torch", "jax", "tensorflow")
 
@@ -50,6 +52,56 @@ def concatenate(framework: str, tensors: Sequence[Any], axis: int) -> Any:
     return np.concatenate([*tensors], axis)
 
 
+def prepare(weights: Any, *, weight_layout: str = "in_out") -> Any:
+    """Weights of a layer, or a `cki.Encoder`, in the form that takes the fewest launches: new tensors, made once.
+
+    weights: the weights and vectors of a pre-LN `encoder_layer` by their names (wq, wk, wv, wo, w1, w2, bq, ...,
+        attention_gamma, ...), tensors of one framework, of f16 or bf16.
+    weight_layout: how the matrices lie, as in `encoder_layer`.
+
+    Returns arguments of `encoder_layer` by name, without norms, and with `folded=True`:
+    `cki.encoder_layer(x, **cki.prepare(weights), num_heads=16, head_dim=64)`; of an encoder, `encoder.prepare()`.
+    Raises InvalidArgumentError where a matrix is missing, or where a norm's weights take another beyond its type.
+    """
+    if hasattr(weights, "prepare"):
+        return weights.prepare()
+    if not isinstance(weights, Mapping):
+        raise InvalidTypeError(f"weights is a {type(weights).__name__}, neither a mapping nor an encoder")
+    missing = [name for name in ("wq", "wo", "w1", "w2") if weights.get(name) is None]
+    unknown = sorted(map(str, set(weights) - set(LAYER_WEIGHTS)))
+    if weight_layout not in ("in_out", "out_in"):
+        missing.append(f"a weight_layout other than {weight_layout!r}")
+    if missing or unknown:
+        problems = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+        raise InvalidArgumentError("prepare: these are no weights of an encoder layer", problems)
+    given = {name: weight for name, weight in weights.items() if weight is not None}
+    found = dict.fromkeys(("wk", "wv")) | prepare_layer(given, weight_layout, fold=True)
+    return {**found, "weight_layout": weight_layout, "pre_ln": True, "folded": True}
+
+
+def prepare_layer(layer: Mapping[str, Any], weight_layout: str, *, fold: bool) -> dict[str, Any]:
+    """An encoder layer's weights by name, with Q, K and V in one weight, and, to `fold`, its norms in wq and w1."""
+    found = dict(layer)
+    axis = 0 if weight_layout == "out_in" else 1
+    framework = adapter_of(layer["wq"], "wq").name
+    parts = [[name for name in (f"{letter}{part}" for part in "qkv") if name in found] for letter in "wb"]
+    if len(parts[0]) == 3 and len(parts[1]) in (0, 3):
+        for names, joined in zip(parts, (axis, 0)):
+            if names:
+                found[names[0]] = concatenate(framework, [found.pop(name) for name in names], joined)
+    if fold:
+        if "wk" in found:
+            raise InvalidArgumentError(
+                "prepare: Q, K and V have a bias and no bias", hint="zeros for the missing"
+            )
+        for norm, w, b in (("attention", "wq", "bq"), ("output", "w1", "b1")):
+            gamma, beta = (found.pop(f"{norm}_{part}", None) for part in ("gamma", "beta"))
+            found[w], found[b] = fold_layer_norm(
+                framework, found[w], gamma, beta, found.get(b), weight_layout=weight_layout
+            )
+    return found
+
+
 #: Rows of K that take up what rounding leaves of a column's sum.
 _LEVELLED_ROWS = 16
 
@@ -86,7 +138,12 @@ def fold_layer_norm(
     product = wide if gamma is None else wide * along_k(gamma)
     depth = int(w.shape[axis])
     mean = _sum(framework, product, axis) / depth
-    rounded = _like(framework, product - (mean[None, :] if axis == 0 else mean[:, None]), w)
+    product = product - (mean[None, :] if axis == 0 else mean[:, None])
+    rounded = _like(framework, product, w)
+    if not _is_finite(framework, _wide(framework, rounded)):
+        raise InvalidArgumentError(
+            f"prepare: a norm's weights take a matrix beyond {w.dtype}, or are not finite"
+        )
     rest = _sum(framework, _wide(framework, rounded), axis)
     rest = rest[None, :] if axis == 0 else rest[:, None]
     count, rows = min(_LEVELLED_ROWS, depth), []
@@ -116,7 +173,21 @@ def _like(framework: str, tensor: Any, other: Any) -> Any:
         import tensorflow as tf
 
         return tf.cast(tensor, other.dtype)
+    if framework == "numpy":
+        import numpy as np
+
+        with np.errstate(over="ignore"):  # what is beyond the type is refused by name
+            return tensor.astype(other.dtype)
     return tensor.astype(other.dtype)
+
+
+def _is_finite(framework: str, tensor: Any) -> bool:
+    """Whether all elements are."""
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        return bool(tf.reduce_all(tf.math.is_finite(tensor)))
+    return bool(abs(tensor).max() < float("inf"))
 
 
 def _sum(framework: str, tensor: Any, axis: int) -> Any:

@@ -194,4 +194,5 @@ def plan_hopper(
 
 def workspace_of(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
     """The workspace that these steps need besides their operands."""
-    return (COUNTER,) if any(step.kernel.entry == "reset_counter" for step in steps) else ()
+    used = {argument.slot for step in steps for argument in step.args if isinstance(argument, Operand)}
+    return (COUNTER,) if COUNTER[0] in used else ()

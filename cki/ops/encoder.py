@@ -2,8 +2,7 @@
 
 `fused_attention` is layer norm, Q, K and V projections, attention and output projection, with the residual addition;
 `encoder_layer` adds the feed-forward block and its layer norm.  They are composed of the kernels of `layer_norm`,
-`linear` and `attention` over one workspace (`cki.ops.encoder_blocks`): 4 launches for an attention block and 7 for an
-encoder layer, in both norm orders.
+`linear` and `attention` over one workspace (`cki.ops.encoder_blocks`): 4 launches for the block, 7 for a layer.
 
 What lies between the steps has x's type: results are those of the same chain of separate operations.
 """
@@ -27,10 +26,9 @@ from cki.ops.encoder_blocks import (
     AttentionBlock,
     FeedForward,
     attention_scratch,
-    feed_forward_scratch,
     packed_sequences,
     plan_attention_block,
-    plan_feed_forward,
+    plan_stack,
     tile_length,
 )
 from cki.ops.encoder_inputs import validate_offsets
@@ -94,7 +92,7 @@ def encoder_layer(
     bv: Any = None, bo: Any = None, b1: Any = None, b2: Any = None, mask: Any = None, num_heads: int, head_dim: int,
     num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True, activation: Activation | None = "gelu",
     epsilon: float = 1e-5, scale: float | None = None, weight_layout: WeightLayout = "in_out", cu_seqlens: Any = None,
-    max_seqlen: int | None = None, out: Any = None, stream: Any = None,
+    max_seqlen: int | None = None, folded: bool = False, out: Any = None, stream: Any = None,
 ) -> Any:  # fmt: skip
     """A transformer encoder layer: attention block, then feed-forward block F(u) = activation(u w1 + b1) w2 + b2.
 
@@ -107,6 +105,7 @@ def encoder_layer(
     attention_gamma, attention_beta: of the attention block's norm LN.  output_gamma, output_beta: of the feed-forward
         block's norm LN'.  [hidden] each; None is 1 and 0.
     activation: None, "gelu", "gelu_tanh", "silu" or "relu": see `linear`.
+    folded: the norms' weights are in wq, bq, w1 and b1, as `cki.prepare` puts them: a launch less.  With pre_ln only.
     out: where to write y; apart from the inputs.
 
     Returns y of x's shape and type.
@@ -121,7 +120,7 @@ def encoder_layer(
         ),
         (
             num_heads, head_dim, num_kv_heads, causal, pre_ln, activation, epsilon, scale, weight_layout,
-            tile_length(max_seqlen),
+            tile_length(max_seqlen), folded,
         ),
         (out,), stream,
     )  # fmt: skip
@@ -144,7 +143,7 @@ def _attention_block(problem: Problem, gamma: str, beta: str, *, residual: bool)
         bk=get("bk"), bv=get("bv"), bo=get("bo"), mask=get("mask"), num_heads=heads, head_dim=attribute("head_dim"),
         num_kv_heads=attribute("num_kv_heads") or heads, causal=attribute("causal"), pre_ln=attribute("pre_ln"),
         residual=residual, epsilon=attribute("epsilon"), scale=attribute("scale"),
-        weight_layout=attribute("weight_layout"), packed=packed,
+        weight_layout=attribute("weight_layout"), packed=packed, folded=problem.attributes.get("folded", False),
     )  # fmt: skip
 
 
@@ -279,6 +278,16 @@ def _check_encoder_layer(problem: Problem) -> None:
     for name in ("output_gamma", "output_beta"):
         if problem.get(name) is not None:
             check_vector(problem, name, x.shape[-1], x)
+    if problem.attribute("folded"):
+        _check_folded(problem)
+
+
+def _check_folded(problem: Problem) -> None:
+    if not problem.attribute("pre_ln"):
+        problem.reject("folded is True, pre_ln False", "norms in front of the blocks, to fold them")
+    for name in ("attention_gamma", "attention_beta", "output_gamma", "output_beta", "wk", "wv"):
+        if problem.get(name) is not None:
+            problem.reject(f"{name} is given with folded=True", "what cki.prepare returned, without it")
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
@@ -294,7 +303,7 @@ def _plan_fused_attention(problem: Problem, outputs: Mapping[str, Operand], devi
     x, y = as_batch(problem["x"]), as_batch(outputs["out"])
     block = _attention_block(problem, "gamma", "beta", residual=problem.attribute("residual"))
     nbytes = attention_scratch(x, block)
-    steps = plan_attention_block(x, block, y, dense("scratch", (nbytes,), dtypes.u8), device)
+    steps = plan_attention_block(x, block, y, dense("scratch", (nbytes,), dtypes.u8), device).steps
     return Plan(steps, (("scratch", nbytes), *workspace_of(steps)))
 
 
@@ -303,20 +312,13 @@ def layer_blocks(problem: Problem) -> tuple[AttentionBlock, FeedForward]:
     feed_forward = FeedForward(
         problem["w1"], problem["w2"], problem.get("b1"), problem.get("b2"), problem.get("output_gamma"),
         problem.get("output_beta"), problem.attribute("activation"), problem.attribute("pre_ln"),
-        problem.attribute("epsilon"), problem.attribute("weight_layout"),
+        problem.attribute("epsilon"), problem.attribute("weight_layout"), problem.attribute("folded"),
     )  # fmt: skip
     return _attention_block(problem, "attention_gamma", "attention_beta", residual=True), feed_forward
 
 
 def _plan_encoder_layer(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
-    x, y = as_batch(problem["x"]), as_batch(outputs["out"])
-    attention_block, feed_forward = layer_blocks(problem)
-    # The feed-forward block's inner activations take the place of Q, K, V and the heads' outputs, which are done with.
-    nbytes = max(attention_scratch(x, attention_block), feed_forward_scratch(x, feed_forward))
-    scratch, attended = dense("scratch", (nbytes,), dtypes.u8), dense("attended", x.shape, x.dtype)
-    steps = plan_attention_block(x, attention_block, attended, scratch, device)
-    steps += plan_feed_forward(attended, feed_forward, y, scratch, device)
-    return Plan(steps, (("scratch", nbytes), ("attended", attended.nbytes), *workspace_of(steps)))
+    return plan_stack(as_batch(problem["x"]), [layer_blocks(problem)], as_batch(outputs["out"]), device)
 
 
 _BLOCK_ATTRIBUTES = (
@@ -355,7 +357,7 @@ ENCODER_LAYER = OpSpec(
     ),
     attributes=(
         *_BLOCK_ATTRIBUTES, Attribute("activation", str), Attribute("epsilon", float, 1e-5), Attribute("scale", float),
-        *_LAST_ATTRIBUTES,
+        *_LAST_ATTRIBUTES, Attribute("folded", bool, False),
     ),
     outputs=("out",),
     check=_check_encoder_layer,
@@ -381,12 +383,8 @@ def _example(
     batch: int, seq: int, hidden: int, heads: int, pre_ln: bool, dtype: DType
 ) -> tuple[Problem, dict[str, Operand]]:
     """A BERT layer with padding mask, for planning without tensors."""
-    shapes = {
-        "x": (batch, seq, hidden),
-        "w1": (hidden, 4 * hidden),
-        "w2": (4 * hidden, hidden),
-        "b1": (4 * hidden,),
-    }
+    inner = 4 * hidden
+    shapes = {"x": (batch, seq, hidden), "w1": (hidden, inner), "w2": (inner, hidden), "b1": (inner,)}
     shapes |= dict.fromkeys(("wq", "wk", "wv", "wo"), (hidden, hidden))
     shapes |= {
         item.name: (hidden,)

@@ -20,11 +20,10 @@ from cki.ops.encoder_blocks import (
     AttentionBlock,
     FeedForward,
     aligned,
-    attention_scratch,
-    feed_forward_scratch,
+    layer_scratch,
+    layer_statistics,
     packed_sequences,
-    plan_attention_block,
-    plan_feed_forward,
+    plan_layers,
 )
 from cki.ops.encoder_inputs import LENGTH_TYPES, MASK_TYPES, plan_padding_mask, plan_token_positions
 from cki.ops.norm import plan_layer_norm
@@ -77,7 +76,7 @@ def encoder_spec(layers: int) -> OpSpec:
             Attribute("num_heads", int, 1), Attribute("head_dim", int, 1), Attribute("pre_ln", bool, False),
             Attribute("activation", str), Attribute("epsilon", float, 1e-12), Attribute("weight_layout", str, "out_in"),
             Attribute("padding_id", int), Attribute("pooling", str), Attribute("normalize", bool, False),
-            Attribute("max_seqlen", int),
+            Attribute("max_seqlen", int), Attribute("folded", bool, False),
         ),
         outputs=("out",),
         check=_check,
@@ -207,6 +206,7 @@ class Memory(NamedTuple):
 
     scratch: int
     attended: int
+    statistics: int
     hidden: int
     mask: int
     positions: int
@@ -228,7 +228,7 @@ def _blocks(problem: Problem, prefix: str, mask: Operand | None) -> tuple[Attent
     """One layer.  prefix: `layers.0.`."""
     get, attribute = problem.get, problem.attribute
     weight = {name: get(prefix + name) for name in LAYER_VECTORS}
-    options = {name: attribute(name) for name in ("pre_ln", "epsilon", "weight_layout")}
+    options = {name: attribute(name) for name in ("pre_ln", "epsilon", "weight_layout", "folded")}
     heads, offsets = attribute("num_heads"), get("cu_seqlens")
     packed = None
     if offsets is not None:
@@ -254,8 +254,10 @@ def model_memory(problem: Problem) -> Memory:
     scratch = 0
     if problem.get("layers.0.wq") is not None:
         attention, feed_forward = _blocks(problem, "layers.0.", None)
-        scratch = max(attention_scratch(x, attention), feed_forward_scratch(x, feed_forward))
-    sizes = (scratch, x.nbytes, x.nbytes if problem.attribute("pooling") else 0, batch * seq, 4 * batch * seq)
+        scratch = layer_scratch(x, attention, feed_forward)
+    statistics = layer_statistics("statistics", x).nbytes if problem.attribute("folded") else 0
+    hidden = x.nbytes if problem.attribute("pooling") else 0
+    sizes = (scratch, x.nbytes, statistics, hidden, batch * seq, 4 * batch * seq)
     offsets = [0]
     for nbytes in sizes:
         offsets.append(offsets[-1] + aligned(nbytes))
@@ -287,10 +289,9 @@ def _plan(layers: int, problem: Problem, outputs: Mapping[str, Operand], device:
         type_table=problem.get("types"), positions=positions,
     )  # fmt: skip
     steps += _plan_norm(problem, "embedding", x, device, epsilon)
-    for number in range(layers):
-        attention, feed_forward = _blocks(problem, f"layers.{number}.", mask)
-        steps += plan_attention_block(x, attention, attended, scratch, device)
-        steps += plan_feed_forward(attended, feed_forward, x, scratch, device)
+    blocks = [_blocks(problem, f"layers.{number}.", mask) for number in range(layers)]
+    statistics = layer_statistics("workspace", x, offset=base + memory.statistics, alignment=alignment)
+    steps += plan_layers(x, blocks, x, attended, scratch, statistics, device)
     if pre_ln:
         steps += _plan_norm(problem, "final", x, device, epsilon)
     if pooling is not None:

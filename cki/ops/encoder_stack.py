@@ -14,23 +14,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cki import dtypes
 from cki.device import DeviceInfo
-from cki.operand import Operand, dense
-from cki.ops.attention_hopper import workspace_of
+from cki.operand import Operand
 from cki.ops.call import call
 from cki.ops.encoder import ENCODER_LAYER, as_batch, layer_blocks, validate_sequences
-from cki.ops.encoder_blocks import (
-    attention_scratch,
-    feed_forward_scratch,
-    plan_attention_block,
-    plan_feed_forward,
-    tile_length,
-)
+from cki.ops.encoder_blocks import plan_stack, tile_length
 from cki.ops.linear import Activation, WeightLayout, check_vector
 from cki.ops.norm import plan_layer_norm
 from cki.ops.spec import Input, OpSpec, OutputSpec, Problem
-from cki.plan import Plan, Step
+from cki.plan import Plan
 
 #: Inputs of all layers alike; every other one has an axis for the layers in front.
 _SHARED = ("x", "mask", "cu_seqlens", "final_gamma", "final_beta")
@@ -42,10 +34,10 @@ def encoder_layers(
     bv: Any = None, bo: Any = None, b1: Any = None, b2: Any = None, final_gamma: Any = None, final_beta: Any = None,
     mask: Any = None, num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False,
     pre_ln: bool = True, activation: Activation | None = "gelu", epsilon: float = 1e-5, scale: float | None = None,
-    weight_layout: WeightLayout = "in_out", cu_seqlens: Any = None, max_seqlen: int | None = None, out: Any = None,
-    stream: Any = None,
+    weight_layout: WeightLayout = "in_out", cu_seqlens: Any = None, max_seqlen: int | None = None,
+    folded: bool = False, out: Any = None, stream: Any = None,
 ) -> Any:  # fmt: skip
-    """`encoder_layer` after `encoder_layer`: a whole transformer encoder, 7 launches a layer.
+    """`encoder_layer` after `encoder_layer`: a whole transformer encoder, 7 launches a layer, folded 5.
 
     x, mask, cu_seqlens: as in `encoder_layer`, for all layers.
     Weights, norms and biases: as there, with an axis of the layers in front: wq [layers, hidden, num_heads * head_dim],
@@ -66,7 +58,7 @@ def encoder_layers(
         ),
         (
             num_heads, head_dim, num_kv_heads, causal, pre_ln, activation, epsilon, scale, weight_layout,
-            tile_length(max_seqlen),
+            tile_length(max_seqlen), folded,
         ),
         (out,), stream,
     )  # fmt: skip
@@ -127,19 +119,13 @@ def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
 
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
     x, y = as_batch(problem["x"]), as_batch(outputs["out"])
-    attention, feed_forward = layer_blocks(_layer(problem, 0))
-    # As in `encoder_layer`: the feed-forward block's inner activations take the place of Q, K, V and heads' outputs.
-    nbytes = max(attention_scratch(x, attention), feed_forward_scratch(x, feed_forward))
-    scratch, attended = dense("scratch", (nbytes,), dtypes.u8), dense("attended", x.shape, x.dtype)
-    steps: tuple[Step, ...] = ()
-    for number in range(problem["wq"].shape[0]):
-        attention, feed_forward = layer_blocks(_layer(problem, number))
-        steps += plan_attention_block(y if number else x, attention, attended, scratch, device)
-        steps += plan_feed_forward(attended, feed_forward, y, scratch, device)
+    layers = [layer_blocks(_layer(problem, number)) for number in range(problem["wq"].shape[0])]
+    plan = plan_stack(x, layers, y, device)
+    steps = plan.steps
     gamma, beta = problem.get("final_gamma"), problem.get("final_beta")
     if gamma is not None or beta is not None:
         steps += plan_layer_norm(y, gamma, beta, y, device, eps=problem.attribute("epsilon"))
-    return Plan(steps, (("scratch", nbytes), ("attended", attended.nbytes), *workspace_of(steps)))
+    return Plan(steps, plan.workspace)
 
 
 ENCODER_LAYERS: OpSpec = replace(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from cki import dtypes
@@ -30,7 +31,7 @@ from cki.operand import Operand, dense
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 _ARCH = "sm_90a"
-_PARAMS = "TTTPPPiiiiiqqqqqPfPPPPqqq"
+_PARAMS = "TTTPPPiiiiiqqqqqPfPPPPqqqP"
 #: Rows of a store by TMA: a warp's.
 _STORE_ROWS = 16
 #: Tile numbers are 32-bit, and step past the last by two rounds of blocks.
@@ -242,6 +243,7 @@ def plan_linear_hopper(
         1 if bias is None else bias.strides[0], residual_stride, residual_step, y_stride, y_step,
         *_norm_arguments(norm, statistics), x, w, x_stride,
         *((access.stride, access.column_stride) if access.along_n else (access.column_stride, access.stride)),
+        NullPointer(),
     )  # fmt: skip
     if tile.split > 1:  # its blocks have one tile
         blocks = tiles * tile.split
@@ -258,6 +260,11 @@ def plan_linear_hopper(
         cluster=(tile.split * tile.sharers, 1, 1), programmatic=tile.programmatic, reason=reason,
     )  # fmt: skip
     return (step,)
+
+
+def also_zeroing(step: Step, counter: ArgumentValue) -> Step:
+    """The launch of a product, which sets a u32 to zero besides, for the launch behind it."""
+    return replace(step, args=(*step.args[:-1], counter))
 
 
 def hopper_kernel(
@@ -336,7 +343,7 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, activation="gelu", along_n=False, gated=True),
         hopper_kernel(f16, HopperTile(64, 128, 8, split=2), bias=f16, residual=True, along_n=False),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", along_n=False),
-        hopper_kernel(bf16, HopperTile(128, 256, 4), bias=f32, activation="gelu", norm="layer"),
+        hopper_kernel(bf16, HopperTile(256, 128, 4), bias=f32, activation="gelu", norm="layer"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, residual=True, statistics=True, along_n=False),
         hopper_kernel(bf16, HopperTile(128, 128, 6, True), activation="silu", gated=True, norm="rms"),

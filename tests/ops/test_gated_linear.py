@@ -140,7 +140,6 @@ def test_tiles_that_cannot_be_gated():
     for tile in (
         HopperTile(64, 64, 2, True),
         HopperTile(64, 128, 2),
-        HopperTile(128, 128, 4, split=1, sharers=4),
     ):
         with pytest.raises(UnsupportedError, match="whole 64 columns"):
             plan_gated_linear(x, w, None, y, H200, tile=tile)

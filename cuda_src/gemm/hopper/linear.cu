@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                   int rows, int columns, int depth, int gate_column, int up_column, i64 bias_stride,
                   i64 residual_stride, i64 residual_column_stride, i64 y_stride, i64 y_column_stride,
                   const float* statistics, float epsilon, const Bias* gamma, float* y_statistics,
-                  const Element* x, const Element* w, i64 x_stride, i64 w_stride_k, i64 w_stride_n) {
+                  const Element* x, const Element* w, i64 x_stride, i64 w_stride_k, i64 w_stride_n, u32* zeroed) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -212,6 +212,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   ptx::setmaxnreg_inc<kConsumerRegisters>();
   ptx::griddepcontrol_wait();
+  // A counter of the next launch, which would cost one of its own.
+  if (zeroed != nullptr && blockIdx.x == 0 && threadIdx.x == kThreads - 1) *zeroed = 0;
   const int consumer = warpgroup - 1;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int group_row = kPingPong || kShareColumns ? 0 : consumer * kGroupRows;  // in a tile
