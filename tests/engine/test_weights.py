@@ -140,6 +140,17 @@ def test_one_file_of_a_folder(tmp_path):
     np.testing.assert_array_equal(open_model(path).weights[Q_PROJ], arrays[Q_PROJ])
 
 
+def test_second_weights_of_mistrals_folders_are_left_alone(tmp_path):
+    values, config = tiny(architecture="mistral")
+    arrays = random_weights(config)
+    folder = write_folder(tmp_path, values, arrays)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    write_safetensors(
+        folder / "consolidated.safetensors", {"layers.0.attention.wq.weight": np.ones(3, np.float32)}
+    )
+    assert open_model(folder).weights.keys() == arrays.keys()
+
+
 def test_dtype_of_the_files_where_the_configuration_has_none(tmp_path):
     values, config = tiny()
     del values["torch_dtype"]
