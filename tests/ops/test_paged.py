@@ -229,6 +229,36 @@ def test_deterministic_results_do_not_depend_on_the_batch(device):
     assert all(np.array_equal(a[1:2].view(np.uint8), b.view(np.uint8)) for a, b in zip(whole, alone))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_replays_over_changing_steps_equal_eager_calls_bit_for_bit(device, monkeypatch, deterministic):
+    """One graph for four sequences serves steps that grow, that are rolled back, and that have fewer sequences.
+
+    The lengths pass from about even to skewed, so the work is divided in both ways.
+    """
+    monkeypatch.setattr(
+        "cki.ops.paged._DEALING_SAVES", 8 * 2 * 1536
+    )  # tiles of a batch, heads, bytes of a tile
+    cache = PagedKVCache(
+        1, 120, block_size=4, num_kv_heads=2, head_dim=16, dtype="f16", max_sequences=4, max_blocks_per_sequence=70,
+    )  # fmt: skip
+    q = device.array(queries(4, 1, 4, 16, F16))
+    tables = cache.layer(0), cache.block_table, cache.seq_lens
+    graph = cki.capture(lambda: cki.paged_attention(q, *tables, deterministic=deterministic))
+    live = [cache.allocate_sequence() for _ in range(4)]
+    for round_, counts in enumerate(([40, 41, 40, 42], [1, 1, 1, 1], [1, 200, 1, 1], [1, 1], [1, 1, 1])):
+        batch = live[: len(counts)]
+        step = cache.prepare_step(batch, counts)
+        new = [device.array(normal((sum(counts), 2, 16), F16, 10 * round_ + i)) for i in (0, 1)]
+        cki.append_kv(*new, cache.layer(0), step.slot_mapping)
+        replayed = device.numpy(graph.replay()).copy()
+        eager = device.numpy(cki.paged_attention(q, *tables, deterministic=deterministic))
+        assert np.array_equal(replayed.view(np.uint16), eager.view(np.uint16))
+        assert np.isfinite(replayed).all() and replayed[: len(counts)].any((1, 2, 3)).all()
+        assert not replayed[len(counts) :].any()
+        for sequence in batch:
+            cache.truncate(sequence, cache.length(sequence) - 1)
+
+
 def test_offsets_beyond_32_bits(device):
     """Blocks 2^30 elements apart; memory that is not touched is never there."""
     if device.kind == "cuda":
