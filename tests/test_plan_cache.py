@@ -32,6 +32,25 @@ def test_same_problem_is_planned_once(device: DeviceUnderTest, monkeypatch: pyte
     np.testing.assert_array_equal(device.numpy(second), 25.0 * X[:4])
 
 
+@pytest.mark.parametrize(
+    ("good", "equal", "message"),
+    [
+        ({"causal": True}, {"causal": 1}, "causal is 1"),
+        ({"causal": True}, {"causal": 1.0}, "causal is 1.0"),
+        ({"window": (0, 1)}, {"window": (0.0, 1)}, "window"),
+        ({"softcap": 1.0}, {"softcap": True}, "softcap is True"),
+    ],
+)
+def test_an_attribute_of_a_wrong_type_is_refused_after_an_equal_right_one(good, equal, message):
+    """True == 1 == 1.0 in Python: what was remembered under one must not serve another."""
+    q = np.ones((1, 3, 1, 8), np.float32)
+    with cki.device("sim"):
+        for _ in range(3):
+            cki.attention(q, q, q, **good)
+            with pytest.raises(CkiError, match=message):
+                cki.attention(q, q, q, **equal)
+
+
 def test_new_shape_compiles_nothing(device: DeviceUnderTest) -> None:
     affine(device.array(X))
     before = cache.statistics().compiled
@@ -115,14 +134,14 @@ def test_an_attribute_of_a_wrong_type_or_value() -> None:
         assert "factor is" in refused(InvalidArgumentError, x=X, factor=factor)
 
 
-def test_attributes_that_compare_equal_are_the_same_problem() -> None:
-    """docs/launch.md: a bool is refused by a new plan, and taken for the number that it equals by one that exists."""
+def test_attributes_that_compare_equal() -> None:
+    """A number is taken in any type of number, a bool for none, whatever was called before."""
     x = np.arange(7, dtype=np.float32)
-    assert "factor is True of type bool" in refused(InvalidTypeError, x=x, factor=True)
     with cki.device("sim"):
         expected = affine(x, factor=1.0)
-        for factor in (1, np.float64(1.0), True):
+        for factor in (1, np.float64(1.0), 1.0, 1):
             np.testing.assert_array_equal(affine(x, factor=factor), expected)
+            assert "factor is True of type bool" in refused(InvalidTypeError, x=x, factor=True)
         assert not np.array_equal(affine(x, factor=2), expected)
 
 

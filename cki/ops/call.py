@@ -30,8 +30,8 @@ _RECENT_LIMIT = 8
 
 _entries: dict[tuple[Any, ...], Entry] = {}
 # By identity of the OpSpec, which its entries keep alive (variants of one operation may share a name): attributes,
-# device choice, and the entry's recogniser.  Tuples are replaced, never changed.
-_recent: dict[int, tuple[tuple[tuple[Any, ...], Any, Matcher, Entry], ...]] = {}
+# their kinds, device choice, and the entry's recogniser.  Tuples are replaced, never changed.
+_recent: dict[int, tuple[tuple[tuple[Any, ...], tuple[type, ...], Any, Matcher, Entry], ...]] = {}
 _write_lock = threading.Lock()
 
 
@@ -55,10 +55,12 @@ def call(
     if stream is None:
         pointers: list[int] | None = None
         try:
-            for known_attributes, choice, match, entry in _recent.get(id(spec), ()):  # noqa: B007
+            for known_attributes, known_kinds, choice, match, entry in _recent.get(id(spec), ()):  # noqa: B007
                 if known_attributes == attributes and choice is _current.get():
                     pointers = match(tensors)
                     if pointers is not None:
+                        if known_kinds != kinds(attributes):
+                            pointers = None
                         break
         except Exception:  # an attribute is an array, which compares to no single truth: refused below
             pointers = None
@@ -110,7 +112,18 @@ def _remember(entry: Entry, tensors: tuple[Any, ...], attributes: tuple[Any, ...
     if match is None:
         return
     with _write_lock:
-        _recent[key] = ((attributes, choice, match, entry), *_recent.get(key, ()))[:_RECENT_LIMIT]
+        found = (attributes, kinds(attributes), choice, match, entry)
+        _recent[key] = (found, *_recent.get(key, ()))[:_RECENT_LIMIT]
+
+
+def kinds(attributes: tuple[Any, ...]) -> tuple[type, ...]:
+    """The types of a call's attributes.  Python takes True, 1 and 1.0 for equal; the rules of an attribute do not."""
+    found = (*map(type, attributes),)
+    if tuple in found:
+        for value in attributes:
+            if value.__class__ is tuple:
+                found += (*map(type, value),)
+    return found
 
 
 def tensor_names(spec: OpSpec) -> list[str]:
@@ -129,7 +142,7 @@ def find_entry(
 ) -> tuple[Entry, list[int]]:
     """The remembered problem, or a new one, and the addresses of the tensors that are not None."""
     pointers: list[int] = []
-    key: list[Any] = [id(spec), _current.get(), adapter, attributes]
+    key: list[Any] = [id(spec), _current.get(), adapter, attributes, kinds(attributes)]
     signature = adapter.signature
     first = type(tensors[0])
     for tensor in tensors:
