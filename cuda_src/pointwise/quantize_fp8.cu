@@ -31,9 +31,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Element* x_row = RowTensor<const Element>{x, x_stride0, x_stride1, x_stride2, x_step}.row(row, extents);
   u8* codes_row = RowTensor<u8>{codes, codes_stride0, codes_stride1, codes_stride2, codes_step}.row(row, extents);
   float* scale_row = scale;
-  float inverse = 1.0f;
-  if constexpr (kGivenScale) inverse = 1.0f / *scale;
-  else scale_row = RowTensor<float>{scale, scale_stride0, scale_stride1, scale_stride2, scale_step}.row(row, extents);
+  float inverse = 1.0f, raise = 1.0f;
+  if constexpr (kGivenScale) {
+    // The reciprocal of a scale below 2^-126 could be infinite, and zero times that NaN: x and scale are raised alike.
+    if (*scale < 1.17549435e-38f) raise = 18446744073709551616.0f;  // 2^64
+    inverse = 1.0f / (*scale * raise);
+  } else {
+    scale_row = RowTensor<float>{scale, scale_stride0, scale_stride1, scale_stride2, scale_step}.row(row, extents);
+  }
 
   for_each_tile(width, [&](int first) {
     Vector<Element, kVectorSize> inputs[kVectorsPerThread];
@@ -54,7 +59,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for (int v = 0; v < kVectorsPerThread; ++v) {
       const int column = tile_column(first, v);
       if constexpr (kVectorAccess) inputs[v].to_floats(values[v]);
-      if constexpr (!kGivenScale) {
+      if constexpr (kGivenScale) {
+#pragma unroll
+        for (int i = 0; i < kVectorSize; ++i) values[v][i] *= raise;
+      } else {
         const float block_scale = e4m3_scale(warp_max<kBlockLanes>(largest_finite(0.0f, values[v])));
         inverse = inverse_of_scale(block_scale);
         if (present && column < width && column % kBlock == 0) scale_row[column / kBlock * scale_step] = block_scale;

@@ -90,6 +90,19 @@ def test_magnitudes_of_all_of_fp32(device, granularity):
     assert (np.abs(got[:5]).max(-1) == 448).all()
 
 
+@pytest.mark.parametrize("exponent", [-149, -140, -128, -127, -126, -120])
+def test_given_scales_whose_reciprocal_is_no_number(device, exponent):
+    """Zeros stay zeros, the smallest magnitudes have their codes, and others saturate."""
+    scale = np.full(1, 2.0**exponent, np.float32)
+    steps = np.array([0, -0.0, 1, -3, 7, 200, 448, 460, 2**30, np.inf, -np.inf, np.nan])
+    x = np.tile((steps * 2.0**exponent).astype(F32), 11)
+    codes = cki.quantize_fp8(
+        device.array(x), scale=device.array(scale), granularity="tensor", out_dtype="uint8"
+    )
+    expected = cki.reference.quantize_fp8(x, scale=scale, granularity="tensor")
+    np.testing.assert_array_equal(device.numpy(codes).view(E4M3).astype(np.float64), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_given_scale(device, dtype):
     x = normal((5, 1001), DTYPES[dtype], 1, scale=100)
