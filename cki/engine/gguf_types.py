@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cki import dtypes
+from cki.engine.parts import in_parts
 from cki.engine.quantized import Array
 
 
@@ -50,6 +51,9 @@ OTHER_TYPES = {
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
+#: Numbers that are read at a time: temporaries stay in the processor's cache.
+_PART = 1 << 16
+
 _PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": dtypes.bf16.numpy}
 
 
@@ -58,10 +62,16 @@ def floats(blocks: Array, kind: BlockType) -> Array:
     plain = _PLAIN.get(kind.name)
     if plain is not None:
         return blocks.view(plain)
-    rows = blocks.shape[0]
-    with np.errstate(over="ignore", invalid="ignore"):  # a broken file's scales may be infinite
-        values = _READERS[kind.name](blocks.reshape(-1, kind.bytes))
-    return values.reshape(rows, -1)
+    rows, columns = blocks.shape[0], blocks.shape[1] // kind.bytes * kind.elements
+    values = np.empty((rows, columns), np.float32)
+
+    def fill(part: slice) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):  # a broken file's scales may be infinite
+            found = _READERS[kind.name](blocks[part].reshape(-1, kind.bytes))
+        values[part] = found.reshape(-1, columns)
+
+    in_parts(rows, max(_PART // max(columns, 1), 1), fill)
+    return values
 
 
 # Each of these takes u8 [blocks, bytes] and gives f32 [blocks, ...].

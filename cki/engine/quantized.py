@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cki.engine.parts import in_parts
 from cki.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]
@@ -20,6 +21,8 @@ BLOCK = 128
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 #: The largest number of e4m3.
 LARGEST_E4M3 = 448.0
+#: Every number of e4m3, by its bits.
+_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
 class QuantizedWeight(NamedTuple):
@@ -44,10 +47,10 @@ def quantize_blocks(weight: Array) -> QuantizedWeight:
         raise InvalidArgumentError(f"weight has shape {weight.shape}, not two axes of 1 or more")
     codes = np.empty(weight.shape, E4M3)
     scales = np.empty(scales_shape(weight.shape), np.float32)
-    for row in range(scales.shape[0]):
-        rows = slice(row * BLOCK, (row + 1) * BLOCK)
+    starts = np.arange(0, weight.shape[1], BLOCK)
+
+    def fill(rows: slice) -> None:
         strip = np.asarray(weight[rows], np.float32)
-        starts = np.arange(0, weight.shape[1], BLOCK)
         largest = np.maximum.reduceat(np.abs(strip).max(axis=0), starts)
         if not np.isfinite(largest).all():
             raise InvalidArgumentError(f"weight is not finite in rows {rows.start} to {rows.stop - 1}")
@@ -55,16 +58,22 @@ def quantize_blocks(weight: Array) -> QuantizedWeight:
         scale = np.where(
             largest > 0, np.maximum(largest / np.float32(LARGEST_E4M3), np.float32(2.0**-126)), 1
         )
-        scales[row] = scale
-        divided = strip / np.repeat(scale, BLOCK)[: weight.shape[1]]
-        codes[rows] = np.clip(divided, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)
+        scales[rows.start // BLOCK] = scale
+        strip = strip / np.repeat(scale, BLOCK)[: weight.shape[1]]
+        codes[rows] = np.clip(strip, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)
+
+    in_parts(weight.shape[0], BLOCK, fill)
     return QuantizedWeight(codes, scales)
 
 
 def dequantize_blocks(weight: QuantizedWeight) -> Array:
     """codes * scales, f32 [n, k]."""
     codes, scales = weight
-    values = codes.astype(np.float32)
-    for row, of_columns in enumerate(scales):
-        values[row * BLOCK : (row + 1) * BLOCK] *= np.repeat(of_columns, BLOCK)[: codes.shape[1]]
+    values = np.empty(codes.shape, np.float32)
+
+    def fill(rows: slice) -> None:
+        np.take(_VALUES, codes[rows].view(np.uint8), out=values[rows], mode="clip")
+        values[rows] *= np.repeat(scales[rows.start // BLOCK], BLOCK)[: codes.shape[1]]
+
+    in_parts(codes.shape[0], BLOCK, fill)
     return values

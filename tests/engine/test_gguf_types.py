@@ -71,3 +71,19 @@ def test_table_of_types_is_ggmls():
     assert {**OTHER_TYPES, **{number: kind.name for number, kind in TYPES.items()}}.items() <= theirs.items()
     for number_, kind in TYPES.items():
         assert (kind.elements, kind.bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number_)]
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 700])
+def test_large_tensors_are_read_in_parts(rows):
+    """Of 4096 columns 16 rows are a part, and many parts are shared by threads."""
+    block = next(found for found in TYPES.values() if found.name == "Q8_0")
+    blocks = np.zeros((rows, 128, block.bytes), np.uint8)
+    blocks[:, :, :2] = np.array([2.0], np.float16).view(np.uint8)
+    blocks[:, :, 2:] = (np.arange(rows)[:, None, None] + np.arange(128)[:, None]) % 100
+    expected = np.repeat((np.arange(rows)[:, None] + np.arange(128)) % 100 * 2.0, 32, axis=1)
+    np.testing.assert_array_equal(floats(blocks.reshape(rows, -1), block), expected)
+
+
+def test_a_tensor_without_rows():
+    block = next(found for found in TYPES.values() if found.name == "Q4_0")
+    assert floats(np.zeros((0, 36), np.uint8), block).shape == (0, 64)
