@@ -67,6 +67,7 @@ def attention(
 def _attention(a: Arrays, inputs: Inputs, attributes: Attributes) -> tuple[Any, ...]:
     options = dict(attributes)
     wants_lse = options.pop("return_lse")
+    options.pop("deterministic")
     if p := options.pop("dropout_p"):
         raise UnsupportedError(
             f"attention: dropout_p is {p} beside recompute_gradient",
@@ -83,11 +84,12 @@ def fused_attention(
     bq: Any = None, bk: Any = None, bv: Any = None, bo: Any = None, mask: Any = None, cu_seqlens: Any = None, *,
     num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True,
     residual: bool = True, epsilon: float = 1e-5, scale: float | None = None, weight_layout: str = "in_out",
-    max_seqlen: int | None = None, dropout: Dropout = _keep, attention_dropout: Dropout = _keep,
+    max_seqlen: int | None = None, folded: bool = False, dropout: Dropout = _keep, attention_dropout: Dropout = _keep,
 ) -> Any:  # fmt: skip
     """`cki.fused_attention`, whose arguments these are.
 
-    dropout: of what is added to x.  attention_dropout: of the attention's weights.  max_seqlen changes nothing.
+    dropout: of what is added to x.  attention_dropout: of the attention's weights.  max_seqlen and folded (norms whose
+    weights are in wq) change nothing here.
     """
     if cu_seqlens is not None:
         inside, mask = _packed_mask(a, x, cu_seqlens)

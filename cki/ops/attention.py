@@ -29,6 +29,8 @@ from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 _PARAMS = "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf"
 _LOG2E = math.log2(math.e)
+#: Attributes that `plan_attention` takes by name.
+OPTIONS = ("causal", "causal_alignment", "scale", "window", "softcap", "deterministic")
 
 
 def attention(
@@ -48,6 +50,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     dropout_offset: Any = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -79,19 +82,21 @@ def attention(
         each in device memory, given together with a dropout_p above 0.  A weight's fate depends on seed, offset
         (modulo 2**32), batch, head, query and key alone (`cki.reference.dropout.attention_keeps`): a captured graph
         that adds to the offset drops others at each replay.
+    deterministic: one kernel and tile of keys for all numbers of queries and keys, so that a query's bits are those
+        that it has in a longer or shorter call (chunks of a prompt, one token at a time).  Slower below 64 queries.
     return_lse: also return the natural logarithm of the sum of exponentials, f32 [batch, heads, queries].
     out: a tensor of the output's shape and dtype to write into.
     stream: default is the framework's current stream.
 
     Returns out [batch, queries, heads, value_dim], or (out, lse).  A query that sees no key gets 0, and lse -inf
     (with sinks: lse = sink).  What lies behind a hidden key, NaN included, has no influence.  Results are the same
-    bits from run to run and do not depend on the rest of the batch.
+    bits from run to run and do not depend on the rest of the batch, with or without `deterministic`.
 
     Raises InvalidArgumentError, InvalidTypeError or DeviceError before any launch, with every violated rule.
     FlashAttention-2: Dao, arXiv 2307.08691.
     """
     inputs = (q, k, v, bias, mask, sinks, alibi_slopes, dropout_seed, dropout_offset)
-    attributes = (causal, causal_alignment, scale, window, softcap, return_lse, dropout_p)
+    attributes = (causal, causal_alignment, scale, window, softcap, return_lse, dropout_p, deterministic)
     return call(ATTENTION, inputs, attributes, (out, None), stream)
 
 
@@ -158,6 +163,7 @@ def plan_attention(
     alibi_slopes: Operand | None = None,
     lse: Operand | None = None,
     dropout: AttentionDropout | None = None,
+    deterministic: bool = False,
     tiles: AttentionTiles | HopperTiles | None = None,
     packed: PackedSequences | None = None,
 ) -> tuple[Step, ...]:
@@ -189,8 +195,12 @@ def plan_attention(
     scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
     if tiles is None and dropout is None:
         choice = {
-            "has_limits": left is not None or right is not None,
+            # By what is asked, or by what limits hide: a limit that hides nothing costs nothing.
+            "has_limits": causal or max(window) >= 0
+            if deterministic
+            else left is not None or right is not None,
             "is_plain": not scale_first and mask is None,
+            "any_length": deterministic,
         }
         if packed is None:
             tiles = preferred(q, k, v, bias, mask, device=device, **choice)
@@ -247,7 +257,7 @@ def plan_attention(
 
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
     tensors: dict[str, Any] = {name: problem.get(name) for name in ("bias", "mask", "sinks", "alibi_slopes")}
-    options = {n: problem.attribute(n) for n in ("causal", "causal_alignment", "scale", "window", "softcap")}
+    options = {n: problem.attribute(n) for n in OPTIONS}
     steps = plan_attention(
         problem["q"], problem["k"], problem["v"], outputs["out"],
         lse=outputs.get("lse"), device=device, dropout=dropout_of(problem), **tensors, **options,
@@ -264,7 +274,7 @@ ATTENTION = OpSpec(
     attributes=(
         Attribute("causal", bool, False), Attribute("causal_alignment", str, "bottom_right"), Attribute("scale", float),
         Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0), Attribute("return_lse", bool, False),
-        Attribute("dropout_p", float, 0.0),
+        Attribute("dropout_p", float, 0.0), Attribute("deterministic", bool, False),
     ),
     outputs=("out", "lse"),
     check=check_attention,

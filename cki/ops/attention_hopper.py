@@ -66,25 +66,33 @@ def hopper_obstacles(
 
 def preferred(
     q: Operand, k: Operand, v: Operand, bias: Operand | None, mask: Operand | None, *, has_limits: bool,
-    is_plain: bool, device: DeviceInfo,
+    is_plain: bool, any_length: bool, device: DeviceInfo,
 ) -> HopperTiles | None:  # fmt: skip
-    """The tiles with which the Hopper kernel is faster than the generic one; None where it is not or cannot be used."""
+    """The tiles with which the Hopper kernel is faster than the generic one; None where it is not or cannot be used.
+
+    any_length: whatever the number of queries and keys, so that they decide nothing.
+    """
     batch, queries, heads, head_dim = q.shape
-    if device.arch != _ARCH or queries < MIN_QUERIES or hopper_obstacles(q, k, v, device):
+    if (
+        device.arch != _ARCH
+        or hopper_obstacles(q, k, v, device)
+        or (queries < MIN_QUERIES and not any_length)
+    ):
         return None
     if any(tensor is not None and _key_stride(tensor) not in (0, 1) for tensor in (bias, mask)):
         return None
+    keys = 0 if any_length else k.shape[1]
     return choose_hopper_tiles(
-        queries, k.shape[1], batch * heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
+        queries, keys, batch * heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
     )
 
 
 def preferred_packed(
     q: Operand, k: Operand, v: Operand, packed: PackedSequences, *, has_limits: bool, is_plain: bool,
-    device: DeviceInfo,
+    any_length: bool, device: DeviceInfo,
 ) -> HopperTiles | None:  # fmt: skip
     """The same for packed sequences."""
-    if packed.typical_queries < MIN_QUERIES or hopper_obstacles(q, k, v, device, packed):
+    if hopper_obstacles(q, k, v, device, packed) or (packed.typical_queries < MIN_QUERIES and not any_length):
         return None
     _, tokens, heads, head_dim = q.shape
     return choose_packed_tiles(

@@ -16,7 +16,7 @@ from cki.heuristics.attention import AttentionTiles
 from cki.heuristics.attention_hopper import HopperTiles
 from cki.kernel import KernelSpec
 from cki.operand import Operand, dense
-from cki.ops.attention import PackedSequences, plan_attention
+from cki.ops.attention import OPTIONS, PackedSequences, plan_attention
 from cki.ops.attention_dropout import DROPOUT_INPUTS, dropout_of
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.cache_arguments import imported
@@ -48,6 +48,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     dropout_offset: Any = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     block_table: Any = None,
     seq_lens: Any = None,
@@ -71,8 +72,8 @@ def varlen_attention(
     seq_lens: i32 or i64 [batch], keys of each sequence, the new tokens included.
 
     causal, causal_alignment, scale, window, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, dropout_offset,
-    return_lse, out, stream: as for `cki.attention`, sequence by sequence: the last query of a sequence stands at its
-    last key (bottom_right); for dropout sequence b is batch b.
+    deterministic, return_lse, out, stream: as for `cki.attention`, sequence by sequence: the last query of a sequence
+    stands at its last key (bottom_right); for dropout sequence b is batch b.
 
     Returns out [tokens, heads, value_dim], or (out, lse [heads, tokens]).  A query that sees no key, and a row that
     belongs to no sequence (past the last offset), gets 0, and lse -inf (with sinks: lse = sink).  Sequences without
@@ -97,7 +98,17 @@ def varlen_attention(
     inputs = (
         q, k, v, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, sinks, alibi_slopes, dropout_seed, dropout_offset
     )  # fmt: skip
-    attributes = (causal, causal_alignment, scale, window, softcap, return_lse, *longest, dropout_p)
+    attributes = (
+        causal,
+        causal_alignment,
+        scale,
+        window,
+        softcap,
+        return_lse,
+        *longest,
+        dropout_p,
+        deterministic,
+    )
     return call(VARLEN_ATTENTION, inputs, attributes, (out, None), stream)
 
 
@@ -126,7 +137,7 @@ def plan(
         offsets, problem.get("seq_lens") or problem.get("cu_seqlens_k") or offsets, problem.get("block_table"),
         -(-q.shape[1] // max(offsets.shape[0] - 1, 1)) if longest is None else longest,
     )  # fmt: skip
-    options = {n: problem.attribute(n) for n in ("causal", "causal_alignment", "scale", "window", "softcap")}
+    options = {n: problem.attribute(n) for n in OPTIONS}
     steps = plan_attention(
         q, k, v, out, lse=outputs.get("lse"), device=device, packed=packed, sinks=problem.get("sinks"),
         alibi_slopes=problem.get("alibi_slopes"), dropout=dropout_of(problem), tiles=tiles, **options,
@@ -145,6 +156,7 @@ VARLEN_ATTENTION = OpSpec(
         Attribute("causal", bool, False), Attribute("causal_alignment", str, "bottom_right"), Attribute("scale", float),
         Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0), Attribute("return_lse", bool, False),
         Attribute("max_seqlen_q", int), Attribute("max_seqlen_k", int), Attribute("dropout_p", float, 0.0),
+        Attribute("deterministic", bool, False),
     ),
     outputs=("out", "lse"),
     check=check_varlen,

@@ -49,6 +49,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     dropout_offset: Any = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     first_batch: int = 0,
 ) -> Any:
@@ -62,6 +63,7 @@ def attention(
     lse_i     = ln(sum_j weight_ij + exp(sink))          no sink: no such term
 
     kept_ij is `cki.reference.dropout.attention_keeps`, 1 without dropout; the batch is counted from first_batch.
+    deterministic changes nothing.
     A row that sees no key: out = 0, lse = -inf (with sinks: lse = sink).
     Returns out [batch, queries, heads, value_dim], or (out, lse [batch, heads, queries]).
     """
