@@ -144,13 +144,17 @@ class _FusedLayer(keras.layers.Layer):  # type: ignore[misc]
         names = ("num_heads", "head_dim", "num_kv_heads", "causal", "pre_ln", "epsilon")
         return {name: getattr(self, name) for name in names}
 
-    def call(self, x: Any, mask: Any = None, attention_mask: Any = None, training: bool | None = None) -> Any:
+    def call(
+        self, x: Any, mask: Any = None, attention_mask: Any = None, training: bool | None = None, x_mask: Any = None
+    ) -> Any:  # fmt: skip
         """x [batch, seq, hidden] of the compute type.
 
-        mask: [batch, seq], True keeps a token: Keras passes on what an `Embedding` or `Masking` layer found.
+        mask: [batch, seq], True keeps a token: Keras passes on what an `Embedding` or `Masking` layer found (as x_mask
+            where attention_mask is given too).
         attention_mask: [batch, seq, seq] or [batch, heads, seq, seq], True where a query sees a key; extents may be 1.
         training: True computes the plain, differentiable expression, with dropout; else the kernels run.
         """
+        mask = x_mask if mask is None else mask
         weights = {n: keras.ops.convert_to_tensor(variable) for n, variable in self.tensors.items()}
         # Absent, as wq holds all three.
         weights |= {"wk": None, "wv": None, "mask": backend.joined_masks(mask, attention_mask)}
