@@ -48,7 +48,7 @@ class HopperTiles:
     ping_pong: bool = True
     schedule: str = "single"
     blocks_per_sm: int = 1
-    overlap_tiles: bool = True
+    overlap_tiles: bool = False
 
     @property
     def block_rows(self) -> int:
