@@ -6,11 +6,14 @@ process alone, by a name made for them.
 
 from __future__ import annotations
 
+import uuid
+
 from cki.errors import CkiError
 from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
 
 _local: dict[str, OpSpec] = {}
+_names: dict[int, str] = {}
 
 
 def is_public(spec: OpSpec) -> bool:
@@ -22,9 +25,12 @@ def name_of(spec: OpSpec) -> str:
     """The name by which programs call an operation, which is known from now on."""
     if is_public(spec):
         return spec.name
-    name = f"{spec.name}@{id(spec):x}"
-    _local[name] = spec  # kept, so no other operation gets its address
-    return name
+    known = _names.get(id(spec))
+    if known is None:
+        # Of no other process either: programs outlive theirs in compilation caches.
+        known = _names[id(spec)] = f"{spec.name}@{uuid.uuid4().hex}"
+        _local[known] = spec  # kept, so no other operation gets its identity
+    return known
 
 
 def find(name: str) -> OpSpec:

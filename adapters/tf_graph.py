@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cki.adapters import gradient_tensorflow, known_operations, tf_xla
+from cki.adapters import gradient_tensorflow, tf_xla
 from cki.adapters.tf_kernels import NodeCall
 from cki.adapters.tf_ops import node, op_name, results_of
 from cki.adapters.tf_types import FROM_TF, TO_CODE, as_tensor_or_variable
@@ -130,11 +130,6 @@ def _is_about(rule: str, problem: str) -> bool:
 def _add_xla_call(
     spec: OpSpec, own: NodeCall, types: Sequence[str], shapes: Sequence[Any], tensors: Sequence[Any]
 ) -> tuple[Any, ...]:
-    if not known_operations.is_public(spec):
-        raise UnsupportedError(
-            f"{spec.name} cannot be called inside a function with jit_compile=True",
-            hint="call it in a tf.function without jit_compile",
-        )
     open_names = [name for name, shape in zip(own.inputs, shapes) if None in shape]
     if open_names:
         raise UnsupportedError(

@@ -31,7 +31,6 @@ from cki.launch import Executable, prepare
 from cki.operand import dense
 from cki.ops.bind import attribute_values, bind
 from cki.ops.spec import OpSpec, OutputSpec, Problem
-from cki.ops.table import public_specs
 from cki.tensor import DeviceId, TensorView, contiguous_strides
 
 #: Bytes that divide the address of any XLA buffer, and of those that XLA makes for results, by kind of device.
@@ -71,9 +70,8 @@ class XlaCall:
             values = tuple(tuple(value) if isinstance(value, list) else value for value in attributes)
         except (ValueError, TypeError) as error:
             raise CkiError(f"no call of CKI: {text[:200]!r}") from error
-        if operation not in public_specs():
-            raise CkiError(f"this version of CKI has no operation {operation!r}: clear the compilation cache")
-        wanted = len(public_specs()[operation].attributes)
+        spec = known_operations.find(operation)
+        wanted = len(spec.attributes)
         if len(values) != wanted:  # compiled by another version
             raise CkiError(f"no call of CKI: {text[:200]!r} has {len(values)} attributes, not {wanted}")
         return cls(operation, named, values, device, workspace)

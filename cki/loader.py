@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from cki.ops.spec import Problem
 from cki.plan import Plan, Step, TensorMapArg
 from cki.signature import Parameter, find_entry, parameters_from_letters, parse_parameters
 from cki.tensor import TensorView
+
+if TYPE_CHECKING:
+    from cki.own_operation import OwnOperation, Rule
 
 #: Of one kernel; at the limit all go.
 _EXECUTABLE_LIMIT = 256
@@ -129,6 +132,15 @@ class Kernel:
             executable.launch(words, handle)
         if finish is not None:
             finish(handle)
+
+    def operation(self, rule: Rule) -> OwnOperation:
+        """The kernel as an operation that allocates its outputs, and is part of programs that frameworks trace.
+
+        rule: function of the inputs' shapes that returns a `cki.LaunchRule` (`cki.own_operation`).
+        """
+        from cki.own_operation import OwnOperation
+
+        return OwnOperation(self.spec, self.parameters, rule)
 
     def _examine(
         self, args: Sequence[Any], choice: DeviceInfo | None, stream: int | None

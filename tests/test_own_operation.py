@@ -1,0 +1,120 @@
+"""A kernel of `cki.load` as an operation: values in NumPy and torch, every refusal, rules that cannot hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cki
+from cki.errors import InvalidArgumentError, InvalidTypeError
+
+SCALE = """
+extern "C" __global__ void scale(const float* x, float* y, float factor, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = factor * x[i];
+}
+"""
+SPLIT = """
+#include "common/types.cuh"
+extern "C" __global__ void split(const Element* x, const int* shift, Element* low, int* sign, long long n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  low[i] = x[i];
+  sign[i] = (x[i].bits >> 15) + *shift;
+}
+"""
+
+
+def rule(x, *, factor):
+    n = x.size
+    return cki.LaunchRule(outputs={"y": (x.shape, x.dtype)}, grid=-(-n // 256), block=256, numbers={"n": n})
+
+
+@pytest.fixture(scope="module")
+def scale():
+    return cki.load(SCALE).operation(rule)
+
+
+def test_values_and_signature(device, scale):
+    x = np.arange(600, dtype=np.float32).reshape(3, 200)
+    y = scale(device.array(x), factor=0.5)
+    np.testing.assert_array_equal(device.numpy(y), x / 2)
+    np.testing.assert_array_equal(device.numpy(scale(x=device.array(x), factor=2)), x * 2)
+    assert repr(scale) == "<cki operation scale(x, *, factor=None, n=None)>"
+
+
+def test_two_outputs_of_other_types_and_constants(device):
+    split = cki.load(SPLIT, constants={"Element": cki.dtypes.f16}).operation(
+        lambda x, shift: cki.LaunchRule(
+            {"low": (x.shape, x.dtype), "sign": (x.shape, "i32")}, -(-x.size // 64), 64, {"n": x.size}
+        )
+    )
+    x = np.linspace(-2, 3, 100).astype(np.float16)
+    low, sign = split(device.array(x), device.array(np.array([5], np.int32)))
+    np.testing.assert_array_equal(device.numpy(low), x)
+    np.testing.assert_array_equal(device.numpy(sign), np.signbit(x) + 5)
+
+
+@pytest.mark.torch
+def test_torch_tensors_give_torch_tensors(scale):
+    torch = pytest.importorskip("torch")
+    with cki.device("sim"):
+        assert torch.equal(scale(torch.arange(5.0), factor=3.0), 3 * torch.arange(5.0))
+
+
+def test_a_call_that_does_not_fit_says_everything(scale):
+    x = np.zeros(4, np.float32)
+    with cki.device("sim"):
+        with pytest.raises(
+            InvalidTypeError, match=r"scale: invalid arguments\n  - x is a f64 tensor, the kernel takes f32\*"
+        ):
+            scale(x.astype(np.float64), factor=1.0)
+        with pytest.raises(InvalidArgumentError, match="its rule fails for x of shape .*factor"):
+            scale(x)
+        with pytest.raises(InvalidTypeError, match="operation scale.* takes no argument power"):
+            scale(x, power=1)
+        with pytest.raises(InvalidTypeError, match="takes 1 tensors, not 2"):
+            scale(x, x)
+        with pytest.raises(InvalidTypeError, match="scale: missing tensors\n  - x is None"):
+            scale(factor=1.0)
+        with pytest.raises(InvalidTypeError, match="factor is 'a' of type str, not float"):
+            scale(x, factor="a")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda x, factor: None, "its rule returns None"),
+        (lambda x, factor: cki.LaunchRule({"z": (x.shape, x.dtype)}, 1, 32), "its rule gives outputs z"),
+        (
+            lambda x, factor: cki.LaunchRule({"y": (x.shape, "f16")}, 1, 32, {"n": 4}),
+            r"gives y as f16, .* writes f32\*",
+        ),
+        (lambda x, factor: cki.LaunchRule({"y": (x.shape, x.dtype)}, 1, 32), "n is not given"),
+        (
+            lambda x, factor: cki.LaunchRule({"y": (x.shape, x.dtype)}, 1, 32, {"n": 2**40}),
+            "n is .*, out of range of int",
+        ),
+        (
+            lambda x, factor: cki.LaunchRule({"y": (x.shape, x.dtype)}, 1, 32, {"n": 4, "m": 1}),
+            "its rule gives m",
+        ),
+        (lambda x, factor: 1 / 0, "its rule fails for x of shape .*ZeroDivisionError"),
+    ],
+)
+def test_rules_that_do_not_fit_the_kernel(wrong, said):
+    operation = cki.load(SCALE).operation(wrong)
+    with cki.device("sim"), pytest.raises((InvalidArgumentError, InvalidTypeError), match=said):
+        operation(np.zeros(4, np.float32), factor=1.0)
+
+
+def test_kernels_that_are_no_operations():
+    inputs_only = 'extern "C" __global__ void f(const float* x) {}'
+    outputs_only = 'extern "C" __global__ void f(float* y) {}'
+    for source, said in ((inputs_only, "no other pointer"), (outputs_only, "no pointer to const")):
+        with pytest.raises(InvalidArgumentError, match=f"f cannot be an operation\n  - it has {said}"):
+            cki.load(source).operation(rule)
+    with pytest.raises(InvalidArgumentError, match="argument 0 is no name for an argument"):
+        cki.load(SCALE, params="PPfi").operation(rule)
+    with pytest.raises(InvalidTypeError, match="scale: the rule is 3"):
+        cki.load(SCALE).operation(3)
