@@ -49,7 +49,7 @@ def test_a_step_is_complete():
     step = plan(causal=True)
     assert len(step.args) == len(step.kernel.params)
     for letter, value in zip(step.kernel.params, step.args):
-        kinds = {"P": (Operand, NullPointer), "q": int, "i": int, "f": float}[letter]
+        kinds = {"P": (Operand, NullPointer), "q": int, "i": int, "I": int, "f": float}[letter]
         assert isinstance(value, kinds), (letter, value)
     assert step.grid == (1 * 4 * 2, 1, 1)
     assert step.smem == 128 * 144 + 2 * 2 * 64 * 144
