@@ -19,7 +19,7 @@ from cki import dtypes
 from cki.adapter import adapter_of
 from cki.encoder_config import EncoderConfig
 from cki.encoder_forward import Forward
-from cki.encoder_prepare import prepare_layer
+from cki.encoder_prepare import fuse_post_norms, prepare_layer
 from cki.encoder_weights import EncoderWeights, read_weights
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.operand import dense
@@ -79,7 +79,7 @@ class Encoder:
         ignore: beginnings of names to leave out.  Heads and poolers are left out by themselves.
 
         Raises InvalidArgumentError with every missing, unexpected, wrongly shaped or wrongly typed weight and every
-        other rule that is broken; InvalidTypeError for what is no state dict.
+        other rule that is broken; InvalidTypeError where an argument's type is wrong, and for what is no state dict.
         """
         arguments = {
             "num_heads": num_heads, "pre_ln": pre_ln, "activation": activation, "epsilon": epsilon,
@@ -183,18 +183,22 @@ class Encoder:
         """The same encoder in fewer launches, with weights that are made here once; its other weights are shared.
 
         Q, K and V of each layer become one weight: one launch by every kernel, also by Hopper's, which takes a single
-        weight.  In a pre-LN model of 16-bit types each layer's norms go into the weights behind them: on sm_90a such a
-        layer is 5 launches where it was 7.  No tensor of the user is changed.  A prepared encoder returns itself.
+        weight.  In a model of 16-bit types each layer's norms go into the weights behind them, in a post-LN model
+        besides those that it has: on sm_90a a layer is then 5 launches, not 7.  No tensor of the user is changed.  A
+        prepared encoder returns itself.
         """
         if self._is_prepared:
             return self
         c, tensors = self.config, dict(self._tensors)
-        fold = c.pre_ln and self._views["words"].dtype.itemsize == 2
+        fuses = self._views["words"].dtype.itemsize == 2
+        fold, before = fuses and c.pre_ln, None
         for number in range(c.layers):
             start = f"layers.{number}."
             layer = {name: tensors.pop(start + name) for name in LAYER_WEIGHTS if start + name in tensors}
-            prepared = prepare_layer(layer, c.weight_layout, fold=fold)
-            tensors |= {start + name: tensor for name, tensor in prepared.items()}
+            layer = prepare_layer(layer, c.weight_layout, fold=fold)
+            besides = fuse_post_norms(layer, before, c.weight_layout) if fuses and not fold else {}
+            tensors |= {start + name: tensor for name, tensor in (layer | besides).items()}
+            before = layer
         views = {role: self._views[role] for role in tensors if tensors[role] is self._tensors.get(role)}
         for role in tensors.keys() - views.keys():
             views[role] = adapter_of(tensors[role], role).view(tensors[role])

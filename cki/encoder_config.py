@@ -50,6 +50,7 @@ class Problems:
     def __init__(self, summary: str = "these weights make no encoder") -> None:
         self._summary = summary
         self.found: list[str] = []
+        self._has_wrong_type = False
         self._hints: dict[str, None] = {}
 
     def note(self, problem: str, hint: str = "") -> None:
@@ -58,10 +59,16 @@ class Problems:
         if hint:
             self._hints[hint] = None
 
+    def note_type(self, problem: str, hint: str = "") -> None:
+        """The same of a value whose type is wrong: the error is a TypeError then."""
+        self.note(problem, hint)
+        self._has_wrong_type = True
+
     def refuse(self) -> None:
-        """Raise InvalidArgumentError with all problems, if there are any."""
+        """Raise InvalidArgumentError, or InvalidTypeError, with all problems, if there are any."""
         if self.found:
-            raise InvalidArgumentError(self._summary, self.found, "; ".join(self._hints))
+            kind = InvalidTypeError if self._has_wrong_type else InvalidArgumentError
+            raise kind(self._summary, self.found, "; ".join(self._hints))
 
 
 class Settings:
@@ -72,7 +79,8 @@ class Settings:
         self._problems = problems
         self.pre_ln: bool | None = given["pre_ln"]
         if self.pre_ln is not None and not isinstance(self.pre_ln, bool):
-            raise InvalidTypeError(f"pre_ln is {self.pre_ln!r}, not a bool")
+            problems.note_type(f"pre_ln is {self.pre_ln!r}, not a bool")
+            self.pre_ln = None
         self.num_heads = self._num_heads(given["num_heads"])
         self.epsilon = self._epsilon(given["epsilon"])
         self.activation = self._activation(given["activation"])
@@ -98,31 +106,39 @@ class Settings:
 
     def _num_heads(self, given: Any) -> int:
         value = given if given is not None else self.value("num_attention_heads")
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self._problems.note(
-            "num_heads is not given"
-            if value is None
-            else f"num_heads is {value!r}, not a number of 1 or more",
-            "num_heads=, or config= with num_attention_heads",
-        )
+        hint = "num_heads=, or config= with num_attention_heads"
+        if value is None:
+            self._problems.note("num_heads is not given", hint)
+        elif not _is_integer(value):
+            self._problems.note_type(f"num_heads is {value!r} of type {type(value).__name__}, not int", hint)
+        elif value < 1:
+            self._problems.note(f"num_heads is {value!r}, not a number of 1 or more", hint)
+        else:
+            return int(value)
         return 1
 
     def _epsilon(self, given: Any) -> float:
         value = given if given is not None else self.value("layer_norm_eps")
         if value is None:
             return 1e-12
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e30:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            self._problems.note_type(f"epsilon is {value!r} of type {type(value).__name__}, not float")
+        elif not 0 <= value < 1e30:
             self._problems.note(f"epsilon is {value!r}, not a number of 0 or more")
-            return 1e-12
-        return float(value)
+        else:
+            return float(value)
+        return 1e-12
 
     def _activation(self, given: Any) -> str:
         value = given if given is not None else self.value("hidden_act")
         if value is None:
             return "gelu"
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            self._problems.note(f"activation is {value!r}", f"activation of {', '.join(ACTIVATIONS)}")
+        hint = f"activation of {', '.join(ACTIVATIONS)}"
+        if not isinstance(value, str):
+            self._problems.note_type(f"activation is {value!r} of type {type(value).__name__}, not str", hint)
+            return "gelu"
+        if value not in ACTIVATIONS:
+            self._problems.note(f"activation is {value!r}", hint)
             return "gelu"
         return ACTIVATIONS[value]
 
@@ -131,10 +147,15 @@ class Settings:
         if value is None and self.model_type in ROBERTA_TYPES:
             value = self.value("pad_token_id")
             value = 1 if value is None else value
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-            return value
-        self._problems.note(f"padding_id is {value!r}, not an id of 0 or more")
-        return None
+        if value is None:
+            return None
+        if not _is_integer(value):
+            self._problems.note_type(f"padding_id is {value!r} of type {type(value).__name__}, not int")
+            return None
+        if value < 0:
+            self._problems.note(f"padding_id is {value!r}, not an id of 0 or more")
+            return None
+        return int(value)
 
     def _refuse_other_models(self) -> None:
         kind = self.value("position_embedding_type")
@@ -143,3 +164,7 @@ class Settings:
         for name in ("is_decoder", "add_cross_attention"):
             if self.value(name):
                 self._problems.note(f"{name} is set in the configuration", "an encoder")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

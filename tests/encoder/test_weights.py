@@ -283,6 +283,21 @@ def test_tables_with_gaps_and_things_that_are_no_tensors():
     assert any(p.startswith("encoder.layer.0.output.dense.bias is of type list") for p in problems)
 
 
+def test_wrong_types_of_numbers_are_named_together():
+    wrong = {"num_heads": "2", "pre_ln": 1, "epsilon": True, "activation": 3, "padding_id": 1.0}
+    with pytest.raises(InvalidTypeError) as caught:
+        cki.Encoder.from_weights(state(), CONFIG, **wrong)
+    assert caught.value.problems == (
+        "pre_ln is 1, not a bool",
+        "num_heads is '2' of type str, not int",
+        "epsilon is True of type bool, not float",
+        "activation is 3 of type int, not str",
+        "padding_id is 1.0 of type float, not int",
+    )
+    with pytest.raises(InvalidTypeError, match="num_heads is 2.0 of type float"):
+        cki.Encoder.from_weights(state(), {**CONFIG, "num_attention_heads": 2.0})
+
+
 def test_wrong_types_of_arguments():
     with pytest.raises(InvalidTypeError, match="weights is a list, not a mapping"):
         cki.Encoder.from_weights([zeros(2)], CONFIG)
