@@ -185,6 +185,18 @@ _OUTSIDE = (
 _outside_graphs = torch.compiler.disable(_call_outside_graphs, reason=_OUTSIDE)
 
 
+# Of what writes into its inputs (`append_kv`): for each output the input that it may be written over, and so is like.
+# By that it learns before it writes whether its result fits.  None where there is none.
+_LIKE = {
+    spec.name: tuple(
+        next((index for index, item in enumerate(spec.inputs) if (name, item.name) in spec.in_place), None)
+        for name in spec.outputs
+    )
+    for spec in public_specs().values()
+    if any(item.written for item in spec.inputs)
+}
+
+
 def _fits(out: Any, result: torch.Tensor) -> bool:
     """A copy would convert and broadcast."""
     return isinstance(out, torch.Tensor) and out.shape == result.shape and out.dtype == result.dtype
@@ -208,6 +220,9 @@ def traced_call(
         operators, stream = WITH_GRADIENTS, None
     if stream is not None or spec.name not in operators or not isinstance(inputs[0], torch.Tensor):
         return _outside_graphs(spec, inputs, attributes, outs, stream)
+    for out, index in zip(outs, _LIKE.get(spec.name, ())):
+        if out is not None and index is not None and (inputs[index] is None or not _fits(out, inputs[index])):
+            return _outside_graphs(spec, inputs, attributes, outs, stream)
     results = run_operator(operators[spec.name], spec, inputs, attributes)
     for index, out in enumerate(outs):
         if out is not None and not (index < len(results) and _fits(out, results[index])):

@@ -14,7 +14,7 @@ import torch._dynamo  # noqa: E402, F811
 
 import cki  # noqa: E402
 from cki.adapters.torch_ops import OPERATORS, schema  # noqa: E402
-from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
+from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
 from cki.ops.table import public_specs  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -59,7 +59,12 @@ def cases():
         ),
         "encoder_layers": (
             (
-                normal(2, 5, 64), normal(2, 64, 192), None, None, normal(2, 64, 64), normal(2, 64, 128),
+                normal(2, 5, 64),
+                normal(2, 64, 192),
+                None,
+                None,
+                normal(2, 64, 64),
+                normal(2, 64, 128),
                 normal(2, 128, 64),
             ),
             {**block, "activation": "gelu"},
@@ -246,6 +251,24 @@ def test_an_out_that_a_copy_would_convert_or_broadcast_to_is_refused(out, error,
             torch._dynamo.exc.Unsupported, match="one whose out= is of another shape or dtype"
         ):
             torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 8), out)
+
+
+def test_append_kv_refuses_its_out_before_it_writes_the_caches():
+    def model(k, q, caches, slots, q_out):
+        return cki.append_kv(k, k, caches, slots, q=q, positions=slots, q_out=q_out)
+
+    k, slots = torch.ones(2, 1, 8), torch.tensor([3, 5])
+    with cki.device("sim"):
+        for q_out in (torch.zeros(2, 1, 8, dtype=torch.float16), torch.zeros(3, 1, 8)):
+            torch._dynamo.reset()
+            caches = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
+            with pytest.raises(CkiError, match="out"):
+                torch.compile(model, backend="eager")(k, k, caches, slots, q_out)
+            assert not any(cache.any() for cache in caches)
+        torch._dynamo.reset()
+        q_out = torch.zeros(2, 1, 8)
+        torch.compile(model, backend="eager", fullgraph=True)(k, k, caches, slots, q_out)
+        assert q_out.any() and caches[0].any()
 
 
 def test_a_call_with_a_stream_stands_between_two_graphs():
