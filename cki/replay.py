@@ -3,14 +3,16 @@
 A driver takes 3.6 to 5 us to launch a kernel on an H200's host, but 2.1 to 2.9 us to launch a graph that holds it
 (`bench/launch_cost.py`).  A held plan that is called with the same memory over and over, as decoding loops do, is
 therefore recorded and replayed.  What differs from the call before is launched as it is; so is what runs while its
-stream is captured (a graph cannot be launched into a capture), on another device's context, or while another thread
-launches the same graph.
+stream is captured (a graph cannot be launched into a capture), on another device's context, while another thread
+launches the same graph, or where recording failed.  The driver lets replays of one graph run one behind the other, on
+whatever streams they are launched on (CUDA driver API, cuGraphLaunch), so a second stream may wait for the first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from typing import Any
 
 from cupy_backends.cuda.api.runtime import CUDARuntimeError, graphLaunch, streamIsCapturing
@@ -44,8 +46,10 @@ class ExecutableGraph:
                     executable.launch(pointers, int(stream))
                 finally:
                     (graph,) = _checked(api.cuStreamEndCapture(stream))
-                (self._graph,) = _checked(api.cuGraphInstantiate(graph, 0))
-                api.cuGraphDestroy(graph)
+                try:
+                    (self._graph,) = _checked(api.cuGraphInstantiate(graph, 0))
+                finally:
+                    api.cuGraphDestroy(graph)
             finally:
                 api.cuStreamDestroy(stream)
         self.handle = int(self._graph)
@@ -103,8 +107,17 @@ class RepeatedLaunch:
             if self._repeats >= self._patience and self._can_replay(stream):
                 self._repeats = 0
                 self._patience *= 2
-                self._known = (pointers, [ExecutableGraph(self._executable, pointers)])
+                self._record(pointers)
         self._launch(pointers, stream)
+
+    def _record(self, pointers: list[int]) -> None:
+        try:
+            self._known = (pointers, [ExecutableGraph(self._executable, pointers)])
+        except (
+            Exception
+        ) as error:  # a recording only saves time; what is wrong with the launch itself, that says
+            self._patience = sys.maxsize
+            log.logger.info("a held plan is launched as it is from now on: %s", error)
 
     def _can_replay(self, stream: int) -> bool:
         if self._many_devices and driver.current_device() != self._index:

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 import cki
+from cki.errors import LaunchError
 
 replay = pytest.importorskip("cki.replay")
 
@@ -105,6 +106,20 @@ def test_a_graph_in_use_by_another_thread_is_not_waited_for(recorder, monkeypatc
     go_on.set()
     other.join()
     assert recorder.take() == ["launch", ("replay", 1)]
+
+
+def test_what_cannot_be_recorded_is_launched_as_it_is(recorder, monkeypatch):
+    def fail(executable, pointers):
+        recorder.events.append("failed")
+        raise LaunchError("recording a held plan: CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(replay, "ExecutableGraph", fail)
+    launch = replay.RepeatedLaunch(recorder)
+    for _ in range(40):
+        launch([1], 0)
+    for _ in range(40):
+        launch([2], 0)
+    assert recorder.take() == ["launch"] * 8 + ["failed"] + ["launch"] * 72  # and never tried again
 
 
 def test_a_graph_is_freed_without_breaking_a_capture(monkeypatch):
