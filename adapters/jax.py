@@ -28,7 +28,7 @@ import numpy as np
 import cki
 from cki import capture_state, dtypes
 from cki.adapter import Adapter, IndirectAdapter, require_valid, type_name
-from cki.adapters import jax_ffi
+from cki.adapters import jax_ffi, known_operations
 from cki.adapters.jax_attention import dot_product_attention as dot_product_attention
 from cki.adapters.jax_ffi import register as register
 from cki.adapters.numpy import aligned_empty
@@ -41,6 +41,7 @@ from cki.ops.cache_arguments import is_cache_memory
 from cki.ops.call import Planned, PlanRequest
 from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
+from cki.own_operation import OwnSpec
 from cki.tensor import DeviceId, TensorView, contiguous_strides
 
 #: Platforms on which calls outside jit go through XLA too.
@@ -123,9 +124,9 @@ class JaxAdapter(IndirectAdapter):
         stream: Any,
     ) -> Any:
         present = [tensor for tensor in inputs if tensor is not None]
-        is_public = public_specs().get(spec.name) is spec
+        is_listed = known_operations.is_public(spec) or isinstance(spec, OwnSpec)
         if any(isinstance(tensor, jax.core.Tracer) for tensor in present):
-            if not is_public:
+            if not is_listed:
                 raise UnsupportedError(
                     f"{spec.name} cannot be called inside jax.jit, jax.vmap and the like",
                     hint="call it outside, or the public operations that it is made of inside",
@@ -133,7 +134,7 @@ class JaxAdapter(IndirectAdapter):
             return _in_program(spec, inputs, attributes, outs, stream)
         written = [tensor for item, tensor in zip(spec.inputs, inputs) if item.written and tensor is not None]
         if (
-            not is_public
+            not is_listed
             or stream is not None
             or capture_state.active
             or any(out is not None for out in outs)

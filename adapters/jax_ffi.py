@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cki import dtypes
-from cki.adapters import gradient, xla_calls, xla_ffi
+from cki.adapters import gradient, known_operations, xla_calls, xla_ffi
 from cki.adapters.jax_batching import batch_leading
 from cki.adapters.xla_calls import XlaCall
 from cki.device import current
@@ -45,7 +45,7 @@ def bind(spec: OpSpec, inputs: Sequence[Any], attributes: Sequence[Any]) -> Any:
     """
     given = [(item.name, tensor) for item, tensor in zip(spec.inputs, inputs) if tensor is not None]
     call = XlaCall(
-        spec.name,
+        known_operations.name_of(spec),
         tuple((name, _element(name, tensor), _shape(spec, name, tensor)) for name, tensor in given),
         tuple(attributes),
         _device_choice(),
@@ -126,7 +126,9 @@ def _result_like(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> An
 
 def _jvp(primals: Any, tangents: Any, **parameters: Any) -> NoReturn:
     raise gradient.refusal(
-        parameters["operation"], "jax", "jax.lax.stop_gradient on the arguments says that none is meant"
+        parameters["operation"].partition("@")[0],
+        "jax",
+        "jax.lax.stop_gradient on the arguments says that none is meant",
     )
 
 

@@ -121,7 +121,7 @@ def _checked(call: XlaCall) -> XlaCall:
     problem = _problem(call)
     call.spec.check(problem)
     if problem.violations:
-        raise problem.refusal(f"{call.operation}: invalid arguments")
+        raise problem.refusal(f"{call.spec.name}: invalid arguments")
     return replace(call, attributes=tuple(problem.attributes.values()))
 
 
@@ -267,7 +267,7 @@ def _find(invocation: Invocation, index: int) -> Prepared:
         prepared = Prepared(call, index) if is_plain else Prepared(call, index, given, outputs)
         if prepared.workspace > call.workspace:
             raise CkiError(
-                f"{call.operation} needs {prepared.workspace} bytes of workspace here, the XLA program has "
+                f"{call.spec.name} needs {prepared.workspace} bytes of workspace here, the XLA program has "
                 f"{call.workspace}: it was compiled for another device or by another version of CKI; compile it again"
             )
         _remember(key, prepared)

@@ -59,6 +59,10 @@ class LaunchRule:
 Rule = Callable[..., LaunchRule]
 
 
+class OwnSpec(OpSpec):
+    """The description of a user's operation: what frameworks make programs of, like those of the table."""
+
+
 class OwnOperation:
     """A user's kernel that is called like one of CKI's operations.  Made by `Kernel.operation`."""
 
@@ -84,7 +88,7 @@ class OwnOperation:
                 "named parameters, read from the declaration",
             )
         self._numbers = [p for p in parameters if p.letter in NUMBERS]
-        self.spec = OpSpec(
+        self.spec = OwnSpec(
             name=kernel.entry,
             inputs=tuple(Input(p.name) for p in inputs),
             attributes=tuple(Attribute(p.name, float if p.letter in "fd" else int) for p in self._numbers),
@@ -191,10 +195,7 @@ class OwnOperation:
 
     def _infer(self, problem: Problem) -> Mapping[str, OutputSpec]:
         found = self._apply(problem).outputs
-        return {
-            p.name: OutputSpec(tuple(int(e) for e in found[p.name][0]), _dtype(found[p.name][1]))
-            for p in self._outputs
-        }
+        return {p.name: OutputSpec(tuple(found[p.name][0]), _dtype(found[p.name][1])) for p in self._outputs}
 
     def _plan(self, problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
         rule = self._apply(problem)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cki
-from cki.errors import InvalidArgumentError, InvalidTypeError
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 
 SCALE = """
 extern "C" __global__ void scale(const float* x, float* y, float factor, int n) {
@@ -60,6 +60,22 @@ def test_torch_tensors_give_torch_tensors(scale):
     torch = pytest.importorskip("torch")
     with cki.device("sim"):
         assert torch.equal(scale(torch.arange(5.0), factor=3.0), 3 * torch.arange(5.0))
+
+
+@pytest.mark.jax
+def test_inside_jit_and_vmap(scale):
+    jax = pytest.importorskip("jax")
+    cpu = jax.local_devices(backend="cpu")[0]
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    with cki.device("sim"), jax.default_device(cpu):
+        compiled = jax.jit(lambda x: scale(x + 1, factor=2.0) - 1)
+        np.testing.assert_array_equal(compiled(x), 2 * x + 1)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: scale(x, factor=2.0)))(x), 2 * x)
+        np.testing.assert_array_equal(scale(jax.numpy.asarray(x), factor=2.0), 2 * x)
+        with pytest.raises(InvalidArgumentError, match="scale: invalid arguments\n  - its rule fails"):
+            jax.jit(scale)(x)
+        with pytest.raises(UnsupportedError, match="scale has no gradient"):
+            jax.grad(lambda x: scale(x, factor=2.0).sum())(x)
 
 
 def test_a_call_that_does_not_fit_says_everything(scale):
