@@ -102,6 +102,30 @@ def prepare_layer(layer: Mapping[str, Any], weight_layout: str, *, fold: bool) -
     return found
 
 
+def fuse_post_norms(
+    layer: Mapping[str, Any], before: Mapping[str, Any] | None, weight_layout: str
+) -> dict[str, Any]:
+    """Weights of a post-LN layer with the norms in front of its blocks in them, by FUSED_WEIGHTS' names.
+
+    layer: prepared, unfolded.  before: the layer before, whose last norm is in front; None of the first layer.
+    Nothing for a norm without weight.
+    """
+    found: dict[str, Any] = {}
+    framework = adapter_of(layer["wq"], "wq").name
+    for norms, norm, w, last in ((before, "output", "wq", "bo"), (layer, "attention", "w1", "b2")):
+        gamma = None if norms is None else norms.get(f"{norm}_gamma")
+        if norms is None or gamma is None or "wk" in layer:
+            continue
+        beta, b = norms.get(f"{norm}_beta"), "b" + w[1]
+        found[f"fused_{w}"], found[f"fused_{b}"] = fold_layer_norm(
+            framework, layer[w], gamma, beta, layer.get(b), weight_layout=weight_layout
+        )
+        parts = [_wide(framework, vector) for vector in (layer.get(last), beta) if vector is not None]
+        if parts:  # of the norm's type: the kernel reads both together
+            found[f"fused_{last}"] = _like(framework, sum(parts[1:], parts[0]), gamma)
+    return found
+
+
 #: Rows of K that take up what rounding leaves of a column's sum.
 _LEVELLED_ROWS = 16
 

@@ -4,7 +4,7 @@
 `encoder_layer` adds the feed-forward block and its layer norm.  They are composed of the kernels of `layer_norm`,
 `linear` and `attention` over one workspace (`cki.ops.encoder_blocks`): 4 launches for the block, 7 for a layer.
 
-What lies between the steps has x's type: results are those of the same chain of separate operations.
+What lies between the steps has x's type: results are those of the same chain of operations.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from cki.ops.call import call
 from cki.ops.encoder_blocks import (
     AttentionBlock,
     FeedForward,
+    FusedNorm,
     attention_scratch,
     packed_sequences,
     plan_attention_block,
-    plan_stack,
     tile_length,
 )
 from cki.ops.encoder_inputs import validate_offsets
+from cki.ops.encoder_layers import plan_stack
 from cki.ops.linear import Activation, WeightLayout, check_linear, check_vector
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.ops.validate import shape_of
@@ -132,6 +133,10 @@ def validate_sequences(x: Any, cu_seqlens: Any) -> None:
         validate_offsets(cu_seqlens, int(x.shape[0]))
 
 
+def _front(problem: Problem, w: str) -> FusedNorm | None:
+    return FusedNorm(problem[w], problem.get("b" + w[1])) if problem.attributes.get("folded") else None
+
+
 def _attention_block(problem: Problem, gamma: str, beta: str, *, residual: bool) -> AttentionBlock:
     get, attribute = problem.get, problem.attribute
     heads, offsets = attribute("num_heads"), get("cu_seqlens")
@@ -143,15 +148,14 @@ def _attention_block(problem: Problem, gamma: str, beta: str, *, residual: bool)
         bk=get("bk"), bv=get("bv"), bo=get("bo"), mask=get("mask"), num_heads=heads, head_dim=attribute("head_dim"),
         num_kv_heads=attribute("num_kv_heads") or heads, causal=attribute("causal"), pre_ln=attribute("pre_ln"),
         residual=residual, epsilon=attribute("epsilon"), scale=attribute("scale"),
-        weight_layout=attribute("weight_layout"), packed=packed, folded=problem.attributes.get("folded", False),
+        weight_layout=attribute("weight_layout"), packed=packed, front=_front(problem, "wq"),
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # rules
 
-#: Stands for a required attribute of a wrong type, which has been reported as such.
-_UNREADABLE = -(2**31)
+_UNREADABLE = -(2**31)  # stands for a required attribute of a wrong type, which has been reported as such
 _FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
 
 
@@ -312,7 +316,7 @@ def layer_blocks(problem: Problem) -> tuple[AttentionBlock, FeedForward]:
     feed_forward = FeedForward(
         problem["w1"], problem["w2"], problem.get("b1"), problem.get("b2"), problem.get("output_gamma"),
         problem.get("output_beta"), problem.attribute("activation"), problem.attribute("pre_ln"),
-        problem.attribute("epsilon"), problem.attribute("weight_layout"), problem.attribute("folded"),
+        problem.attribute("epsilon"), problem.attribute("weight_layout"), _front(problem, "w1"),
     )  # fmt: skip
     return _attention_block(problem, "attention_gamma", "attention_beta", residual=True), feed_forward
 
@@ -325,8 +329,6 @@ _BLOCK_ATTRIBUTES = (
     Attribute("num_heads", int, _UNREADABLE), Attribute("head_dim", int, _UNREADABLE), Attribute("num_kv_heads", int),
     Attribute("causal", bool, False), Attribute("pre_ln", bool, True),
 )  # fmt: skip
-
-
 _LAST_ATTRIBUTES = (Attribute("weight_layout", str, "in_out"), Attribute("max_seqlen", int))
 
 

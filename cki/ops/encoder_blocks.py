@@ -4,27 +4,36 @@ An attention block is 4 launches and a feed-forward block 3, in both norm orders
 lie side by side, attention reads them as slices, and biases, activation and residual additions happen in the products'
 epilogues.  The result's own memory holds what the norm writes (pre-LN) or reads (post-LN, in place).
 
-A pre-LN norm whose weights are folded into the product behind it (`cki.prepare`) is no launch where Hopper's kernel
-computes that product and the one before: the latter stores statistics of the rows that it writes.  `plan_layers` hands
-them on, so that a layer is 5 launches, the first of a stack 6.
+A norm in front of a block is no launch where the block has weights with that norm in them (`FusedNorm`), the statistics
+of x's rows are known, because the product before has stored them, and Hopper's kernel computes the products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cki import dtypes
 from cki.device import DeviceInfo
-from cki.heuristics.linear_hopper import HopperTile
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
-from cki.ops.attention_hopper import workspace_of
 from cki.ops.linear import Part, fused_norm_tile, plan_linear, plan_linear_parts
-from cki.ops.linear_hopper import RowNorm, also_zeroing, statistics_operand
+from cki.ops.linear_hopper import RowNorm, also_zeroing, normalises_residual_by
 from cki.ops.norm import plan_layer_norm
-from cki.plan import Plan, Step
+from cki.plan import Step
+
+
+class FusedNorm(NamedTuple):
+    """The norm in front of a block, in the block's products (`cki.encoder_prepare`).
+
+    w, bias: of the first product, with the norm's weights in them; w's columns sum to zero.
+    gamma, last_bias: of a post-LN block, whose residual is normalised too: the norm's weight, and the last product's
+    bias with the norm's in it.
+    """
+
+    w: Operand
+    bias: Operand | None
+    gamma: Operand | None = None
+    last_bias: Operand | None = None
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class AttentionBlock:
     """Weights and options of an attention block, named as in `fused_attention`.
 
     wk, wv: None where wq holds all three, side by side.  packed: the sequences that x, a batch of one, consists of.
-    folded: the weights of the norm in front are in wq and bq, and wq's columns sum to zero.
+    front: the norm before wq, inside the products.  Of pre-LN that is gamma's, of post-LN the layer before's.
     """
 
     wq: Operand
@@ -56,12 +65,12 @@ class AttentionBlock:
     scale: float | None
     weight_layout: str = "in_out"
     packed: PackedSequences | None = None
-    folded: bool = False
+    front: FusedNorm | None = None
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """Weights and options of a feed-forward block and its norm.  folded: that one's are in w1 and b1, as in wq."""
+    """Weights and options of a feed-forward block and its norm.  front: the norm before w1, inside the products."""
 
     w1: Operand
     w2: Operand
@@ -73,7 +82,7 @@ class FeedForward:
     pre_ln: bool
     epsilon: float
     weight_layout: str = "in_out"
-    folded: bool = False
+    front: FusedNorm | None = None
 
     @property
     def inner(self) -> int:
@@ -94,7 +103,8 @@ def plan_attention_block(
 ) -> Planned:  # fmt: skip
     """Steps of `fused_attention`.  scratch: `attention_scratch` bytes.
 
-    statistics: of x's rows, where they are known.  y_statistics: where those of y's rows should go.
+    statistics: of x's rows, to use `block.front`: where `fuses_attention`.  x is then what that norm is applied to.
+    y_statistics: where those of y's rows should go; if they do, a post-LN block's norm is left to its reader.
     """
     batch, seq, _ = x.shape
     q_columns, kv_columns = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
@@ -110,12 +120,12 @@ def plan_attention_block(
         return plan_layer_norm(source, block.gamma, block.beta, y, device, eps=block.epsilon)
 
     layout = block.weight_layout
-    tile = None if statistics is None else _qkv_tile(x, block, device)
-    if tile is not None and statistics is not None:
-        fused = RowNorm("layer", statistics, block.epsilon)
+    fused = None if statistics is None else block.front
+    if fused is not None and statistics is not None:
         steps = plan_linear(
-            x, block.wq, block.bq, None, qkv, device, weight_layout=layout, tile=tile, norm=fused
-        )
+            x, fused.w, fused.bias, None, qkv, device, weight_layout=layout,
+            norm=RowNorm("layer", statistics, block.epsilon),
+        )  # fmt: skip
     else:
         steps = norm(x) if block.pre_ln else ()
         steps += _projections(y if block.pre_ln else x, block, qkv, device)
@@ -126,20 +136,28 @@ def plan_attention_block(
         packed=block.packed,
     )  # fmt: skip
     steps = _followed_by(steps, attention)
-    residual = x if block.residual else None
-    last = _last_product(context, block.wo, block.bo, residual, y, device, layout, y_statistics)
-    return Planned(steps + last.steps + (() if block.pre_ln else norm(y)), last.stored)
+    last = _Last(block.wo, block.bo, layout, block.epsilon, fused, statistics)
+    planned = _plan_last(context, last, x if block.residual else None, y, y_statistics, device)
+    is_done = block.pre_ln or planned.stored
+    return Planned(steps + planned.steps + (() if is_done else norm(y)), planned.stored)
+
+
+def fuses_attention(x: Operand, block: AttentionBlock, y: Operand, device: DeviceInfo) -> bool:
+    """Whether the norm before the block can be inside its products."""
+    if block.front is None or not block.residual:
+        return False
+    columns = (block.num_heads + 2 * block.num_kv_heads) * block.head_dim
+    qkv = dense("qkv", (*x.shape[:-1], columns), x.dtype)
+    context = dense("context", (*x.shape[:-1], block.num_heads * block.head_dim), x.dtype)
+    return _fuses(x, block.front, qkv, None, context, block.wo, y, block.weight_layout, device)
 
 
 def _followed_by(steps: tuple[Step, ...], attention: tuple[Step, ...]) -> tuple[Step, ...]:
     """Attention behind Q, K and V.  Hopper's kernels overlap, and the counter of attention's dynamic order, which a
     launch of its own resets elsewhere, is reset by the product."""
-    first = attention[0].kernel.entry
-    if (
-        not steps
-        or steps[-1].kernel.entry != "linear_hopper"
-        or first not in ("reset_counter", "attention_hopper")
-    ):
+    first = attention[0].kernel.entry if attention else ""
+    after_hopper = bool(steps) and steps[-1].kernel.entry == "linear_hopper"
+    if not after_hopper or first not in ("reset_counter", "attention_hopper"):
         return steps + attention
     if first == "reset_counter":
         steps, attention = (*steps[:-1], also_zeroing(steps[-1], attention[0].args[0])), attention[1:]
@@ -154,36 +172,54 @@ def _projections(u: Operand, block: AttentionBlock, qkv: Operand, device: Device
     return plan_linear_parts(u, parts, qkv, device, weight_layout=block.weight_layout)
 
 
-def _qkv_tile(x: Operand, block: AttentionBlock, device: DeviceInfo) -> HopperTile | None:
-    """With which Q, K and V come from x and its rows' statistics, without a norm in between."""
-    if not (block.folded and block.pre_ln and block.wk is None):
-        return None
-    columns = (block.num_heads + 2 * block.num_kv_heads) * block.head_dim
-    qkv = dense("qkv", (*x.shape[:-1], columns), x.dtype)
-    return fused_norm_tile(x, block.wq, None, qkv, device, weight_layout=block.weight_layout, norm="layer")
+class _Last(NamedTuple):
+    """The product that ends a block.  fused, statistics: of the norm before the block, where it is in the products."""
+
+    w: Operand
+    bias: Operand | None
+    layout: str
+    epsilon: float
+    fused: FusedNorm | None
+    statistics: Operand | None
 
 
-def _last_product(
-    x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, layout: str,
-    statistics: Operand | None,
-) -> Planned:  # fmt: skip
-    """The product that ends a block, with statistics of its rows where they are wanted and it can store them."""
-    tile = None
-    if statistics is not None:
-        tile = fused_norm_tile(x, w, residual, y, device, weight_layout=layout, statistics=True)
-    stored = tile is not None
+def _plan_last(
+    x: Operand,
+    last: _Last,
+    residual: Operand | None,
+    y: Operand,
+    y_statistics: Operand | None,
+    device: DeviceInfo,
+) -> Planned:
+    """It normalises the residual where that is left to it, and stores statistics where they are wanted and it can."""
+    norm, bias = None, last.bias
+    if last.fused is not None and last.fused.gamma is not None and last.statistics is not None:
+        norm = RowNorm("residual", last.statistics, last.epsilon, last.fused.gamma)
+        bias = last.fused.last_bias
+    stored = y_statistics is not None and None is not fused_norm_tile(
+        x, last.w, residual, y, device, weight_layout=last.layout, statistics=True,
+        norm=None if norm is None else norm.kind,
+    )  # fmt: skip
     steps = plan_linear(
-        x,
-        w,
-        bias,
-        residual,
-        y,
-        device,
-        weight_layout=layout,
-        tile=tile,
-        statistics=statistics if stored else None,
-    )
+        x, last.w, bias, residual, y, device, weight_layout=last.layout, norm=norm,
+        statistics=y_statistics if stored else None,
+    )  # fmt: skip
     return Planned(steps, stored)
+
+
+def _fuses(
+    x: Operand, front: FusedNorm, inner: Operand, activation: str | None, last_x: Operand, last_w: Operand, y: Operand,
+    layout: str, device: DeviceInfo,
+) -> bool:  # fmt: skip
+    """Whether a block's first product, of x to `inner`, and its last, of last_x to y, can have the norm inside."""
+    first = fused_norm_tile(
+        x, front.w, None, inner, device, activation=activation, weight_layout=layout, norm="layer"
+    )
+    if first is None or front.gamma is None:
+        return first is not None
+    return normalises_residual_by(front.gamma, front.last_bias, y) and None is not fused_norm_tile(
+        last_x, last_w, x, y, device, weight_layout=layout, norm="residual"
+    )
 
 
 def attention_scratch(x: Operand, block: AttentionBlock) -> int:
@@ -204,87 +240,30 @@ def plan_feed_forward(
     def norm(source: Operand) -> tuple[Step, ...]:
         return plan_layer_norm(source, block.gamma, block.beta, y, device, eps=block.epsilon)
 
-    tile = None if statistics is None else _inner_tile(x, block, device)
-    fused = None if tile is None or statistics is None else RowNorm("layer", statistics, block.epsilon)
-    normalises = block.pre_ln and fused is None
-    steps = norm(x) if normalises else ()
-    steps += plan_linear(
-        y if normalises else x, block.w1, block.b1, None, inner, device, activation=block.activation,
-        weight_layout=layout, tile=tile, norm=fused,
-    )  # fmt: skip
-    last = _last_product(inner, block.w2, block.b2, x, y, device, layout, y_statistics)
-    return Planned(steps + last.steps + (() if block.pre_ln else norm(y)), last.stored)
+    fused = None if statistics is None else block.front
+    if fused is not None and statistics is not None:
+        steps = plan_linear(
+            x, fused.w, fused.bias, None, inner, device, activation=block.activation, weight_layout=layout,
+            norm=RowNorm("layer", statistics, block.epsilon),
+        )  # fmt: skip
+    else:
+        steps = norm(x) if block.pre_ln else ()
+        steps += plan_linear(
+            y if block.pre_ln else x, block.w1, block.b1, None, inner, device, activation=block.activation,
+            weight_layout=layout,
+        )  # fmt: skip
+    last = _Last(block.w2, block.b2, layout, block.epsilon, fused, statistics)
+    planned = _plan_last(inner, last, x, y, y_statistics, device)
+    is_done = block.pre_ln or planned.stored
+    return Planned(steps + planned.steps + (() if is_done else norm(y)), planned.stored)
 
 
-def _inner_tile(x: Operand, block: FeedForward, device: DeviceInfo) -> HopperTile | None:
-    """With which u w1 comes from x and its rows' statistics, without a norm in between."""
-    if not (block.folded and block.pre_ln):
-        return None
+def fuses_feed_forward(x: Operand, block: FeedForward, y: Operand, device: DeviceInfo) -> bool:
+    """Whether the norm before the block can be inside its products."""
+    if block.front is None:
+        return False
     inner = dense("inner", (*x.shape[:-1], block.inner), x.dtype)
-    return fused_norm_tile(
-        x,
-        block.w1,
-        None,
-        inner,
-        device,
-        activation=block.activation,
-        weight_layout=block.weight_layout,
-        norm="layer",
-    )
-
-
-def plan_layers(
-    x: Operand, layers: Sequence[tuple[AttentionBlock, FeedForward]], y: Operand, attended: Operand, scratch: Operand,
-    statistics: Operand, device: DeviceInfo,
-) -> tuple[Step, ...]:  # fmt: skip
-    """x through all layers; every one writes y, which may be x.
-
-    attended: as x, for what is between a layer's blocks.  scratch: for the inside of a block, `layer_scratch` bytes.
-    statistics: `layer_statistics` of x's rows; those of y's and attended's take turns with it.
-    """
-    steps: tuple[Step, ...] = ()
-    stored = False  # whether the statistics are those of the tensor that comes next
-    for number, (attention, feed_forward) in enumerate(layers):
-        source = y if number else x
-        wanted = _inner_tile(attended, feed_forward, device) is not None
-        first = plan_attention_block(
-            source, attention, attended, scratch, device, statistics=statistics if stored else None,
-            y_statistics=statistics if wanted else None,
-        )  # fmt: skip
-        following = [block for block, _ in layers[number + 1 : number + 2]]
-        wanted = any(_qkv_tile(y, block, device) is not None for block in following)
-        second = plan_feed_forward(
-            attended, feed_forward, y, scratch, device, statistics=statistics if first.stored else None,
-            y_statistics=statistics if wanted else None,
-        )  # fmt: skip
-        stored = second.stored
-        steps += first.steps + second.steps
-    return steps
-
-
-def plan_stack(
-    x: Operand, layers: Sequence[tuple[AttentionBlock, FeedForward]], y: Operand, device: DeviceInfo
-) -> Plan:
-    """`plan_layers` over a workspace of its own.  The layers are of the same sizes."""
-    nbytes = layer_scratch(x, *layers[0])
-    scratch, attended = dense("scratch", (nbytes,), dtypes.u8), dense("attended", x.shape, x.dtype)
-    statistics = layer_statistics("statistics", x)
-    steps = plan_layers(x, layers, y, attended, scratch, statistics, device)
-    rooms = [("scratch", nbytes), ("attended", attended.nbytes)]
-    if any(layer.folded for pair in layers for layer in pair):
-        rooms.append(("statistics", statistics.nbytes))
-    return Plan(steps, (*rooms, *workspace_of(steps)))
-
-
-def layer_scratch(x: Operand, attention: AttentionBlock, feed_forward: FeedForward) -> int:
-    """Bytes: the feed-forward block's inner activations take the place of Q, K, V and the heads' outputs."""
-    return max(attention_scratch(x, attention), feed_forward_scratch(x, feed_forward))
-
-
-def layer_statistics(slot: str, x: Operand, offset: int = 0, alignment: int = 256) -> Operand:
-    """Room for the statistics of x's rows: an operand of `slot`."""
-    rows = x.shape[0] * x.shape[1]
-    return statistics_operand(slot, rows, x.shape[-1], offset=offset, alignment=alignment)
+    return _fuses(x, block.front, inner, block.activation, inner, block.w2, y, block.weight_layout, device)
 
 
 def feed_forward_scratch(x: Operand, block: FeedForward) -> int:

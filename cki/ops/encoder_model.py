@@ -19,13 +19,12 @@ from cki.ops.embedding import plan_embed_tokens, plan_mean_pool
 from cki.ops.encoder_blocks import (
     AttentionBlock,
     FeedForward,
+    FusedNorm,
     aligned,
-    layer_scratch,
-    layer_statistics,
     packed_sequences,
-    plan_layers,
 )
 from cki.ops.encoder_inputs import LENGTH_TYPES, MASK_TYPES, plan_padding_mask, plan_token_positions
+from cki.ops.encoder_layers import layer_scratch, layer_statistics, plan_layers, statistics_nbytes
 from cki.ops.norm import plan_layer_norm
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import Plan, Step
@@ -49,13 +48,16 @@ LAYER_VECTORS = (
     "bq", "bk", "bv", "bo", "b1", "b2", "attention_gamma", "attention_beta", "output_gamma", "output_beta",
 )  # fmt: skip
 LAYER_WEIGHTS = (*LAYER_MATRICES, *LAYER_VECTORS)
+#: Of a post-LN layer, besides, with the norms in front of its blocks in them (`Encoder.prepare`).
+FUSED_WEIGHTS = ("fused_wq", "fused_bq", "fused_bo", "fused_w1", "fused_b1", "fused_b2")
 POOLINGS = (None, "mean", "first")
 _IDS = (dtypes.i32, dtypes.i64)
 
 
 def weight_names(layers: int) -> tuple[str, ...]:
     """The names of all weights of a model, in the order of the operation's inputs."""
-    return (*MODEL_WEIGHTS, *(f"layers.{n}.{name}" for n in range(layers) for name in LAYER_WEIGHTS))
+    names = (*LAYER_WEIGHTS, *FUSED_WEIGHTS)
+    return (*MODEL_WEIGHTS, *(f"layers.{n}.{name}" for n in range(layers) for name in names))
 
 
 @functools.lru_cache(maxsize=256)
@@ -224,11 +226,27 @@ def _ids(problem: Problem) -> Operand:
     return ids if ids.ndim == 2 else _as_batch(ids)
 
 
-def _blocks(problem: Problem, prefix: str, mask: Operand | None) -> tuple[AttentionBlock, FeedForward]:
-    """One layer.  prefix: `layers.0.`."""
-    get, attribute = problem.get, problem.attribute
+def _front(problem: Problem, number: int, w: str, gamma: str) -> FusedNorm | None:
+    """The norm inside a block's products: of pre-LN in the weights themselves, of post-LN in some besides.
+
+    w: "wq" or "w1", of the layer.  gamma: of a post-LN model, the norm's weight.
+    """
+    layer, bias, last_bias = f"layers.{number}.", "b" + w[1], "bo" if w == "wq" else "b2"
+    if problem.attribute("folded"):
+        return FusedNorm(problem[layer + w], problem.get(layer + bias))
+    fused = f"{layer}fused_"
+    if problem.get(fused + w) is None:
+        return None
+    return FusedNorm(
+        problem[fused + w], problem.get(fused + bias), problem.get(gamma), problem.get(fused + last_bias)
+    )
+
+
+def _blocks(problem: Problem, number: int, mask: Operand | None) -> tuple[AttentionBlock, FeedForward]:
+    """One layer."""
+    get, attribute, prefix = problem.get, problem.attribute, f"layers.{number}."
     weight = {name: get(prefix + name) for name in LAYER_VECTORS}
-    options = {name: attribute(name) for name in ("pre_ln", "epsilon", "weight_layout", "folded")}
+    options = {name: attribute(name) for name in ("pre_ln", "epsilon", "weight_layout")}
     heads, offsets = attribute("num_heads"), get("cu_seqlens")
     packed = None
     if offsets is not None:
@@ -237,11 +255,13 @@ def _blocks(problem: Problem, prefix: str, mask: Operand | None) -> tuple[Attent
         problem[prefix + "wq"], get(prefix + "wk"), get(prefix + "wv"), problem[prefix + "wo"],
         gamma=weight["attention_gamma"], beta=weight["attention_beta"], bq=weight["bq"], bk=weight["bk"],
         bv=weight["bv"], bo=weight["bo"], mask=mask, num_heads=heads, head_dim=attribute("head_dim"),
-        num_kv_heads=heads, causal=False, residual=True, scale=None, packed=packed, **options,
+        num_kv_heads=heads, causal=False, residual=True, scale=None, packed=packed,
+        front=_front(problem, number, "wq", f"layers.{number - 1}.output_gamma"), **options,
     )  # fmt: skip
     feed_forward = FeedForward(
         problem[prefix + "w1"], problem[prefix + "w2"], weight["b1"], weight["b2"], weight["output_gamma"],
-        weight["output_beta"], attribute("activation"), **options,
+        weight["output_beta"], attribute("activation"),
+        front=_front(problem, number, "w1", f"{prefix}attention_gamma"), **options,
     )  # fmt: skip
     return attention, feed_forward
 
@@ -253,9 +273,10 @@ def model_memory(problem: Problem) -> Memory:
     x = dense("x", (batch, seq, words.shape[1]), words.dtype)
     scratch = 0
     if problem.get("layers.0.wq") is not None:
-        attention, feed_forward = _blocks(problem, "layers.0.", None)
+        attention, feed_forward = _blocks(problem, 0, None)
         scratch = layer_scratch(x, attention, feed_forward)
-    statistics = layer_statistics("statistics", x).nbytes if problem.attribute("folded") else 0
+    prepared = problem.attribute("folded") or problem.get("layers.0.fused_w1") is not None
+    statistics = statistics_nbytes(x) if prepared else 0
     hidden = x.nbytes if problem.attribute("pooling") else 0
     sizes = (scratch, x.nbytes, statistics, hidden, batch * seq, 4 * batch * seq)
     offsets = [0]
@@ -289,9 +310,9 @@ def _plan(layers: int, problem: Problem, outputs: Mapping[str, Operand], device:
         type_table=problem.get("types"), positions=positions,
     )  # fmt: skip
     steps += _plan_norm(problem, "embedding", x, device, epsilon)
-    blocks = [_blocks(problem, f"layers.{number}.", mask) for number in range(layers)]
-    statistics = layer_statistics("workspace", x, offset=base + memory.statistics, alignment=alignment)
-    steps += plan_layers(x, blocks, x, attended, scratch, statistics, device)
+    blocks = [_blocks(problem, number, mask) for number in range(layers)]
+    rows_room = place((memory.hidden - memory.statistics,), dtypes.u8, offset=base + memory.statistics)
+    steps += plan_layers(x, blocks, x, attended, scratch, layer_statistics(x, rows_room), device)
     if pre_ln:
         steps += _plan_norm(problem, "final", x, device, epsilon)
     if pooling is not None:

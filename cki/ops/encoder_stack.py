@@ -18,7 +18,8 @@ from cki.device import DeviceInfo
 from cki.operand import Operand
 from cki.ops.call import call
 from cki.ops.encoder import ENCODER_LAYER, as_batch, layer_blocks, validate_sequences
-from cki.ops.encoder_blocks import plan_stack, tile_length
+from cki.ops.encoder_blocks import tile_length
+from cki.ops.encoder_layers import plan_stack
 from cki.ops.linear import Activation, WeightLayout, check_vector
 from cki.ops.norm import plan_layer_norm
 from cki.ops.spec import Input, OpSpec, OutputSpec, Problem

@@ -304,13 +304,15 @@ def _norm_obstacles(
         found.append("a gated layer normalises no rows but by their root mean square")
     if norm.kind != "residual":
         return found
-    if residual is None or norm.gamma is None:
-        found.append("a residual to normalise needs gamma")
-    elif norm.gamma.dtype != (y.dtype if bias is None else bias.dtype) or not norm.gamma.is_contiguous():
-        found.append("the residual's gamma is not dense, of the bias's type")
-    elif not pair_access(norm.gamma, 1, ()):
-        found.append("the residual's gamma does not begin at a pair of elements")
+    if residual is None or norm.gamma is None or not normalises_residual_by(norm.gamma, bias, y):
+        found.append("a residual to normalise needs gamma, dense, in whole pairs, of the bias's type")
     return found
+
+
+def normalises_residual_by(gamma: Operand, bias: Operand | None, y: Operand) -> bool:
+    """Whether the kernel can read a norm's weight beside the product's bias."""
+    is_like_bias = gamma.dtype == (y.dtype if bias is None else bias.dtype)
+    return is_like_bias and gamma.is_contiguous() and pair_access(gamma, 1, ())
 
 
 def _norm_arguments(norm: RowNorm | None, statistics: Operand | None) -> tuple[ArgumentValue, ...]:

@@ -49,7 +49,9 @@ def encoder(
     for number in range(config.layers):
         start = f"layers.{number}."
         layer: dict[str, Any] = {
-            name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)
+            name.removeprefix(start): value
+            for name, value in weights.items()
+            if name.startswith(start) and not name.startswith(f"{start}fused_")  # the others over again
         }
         matrices = [layer.pop(name, None) for name in ("wq", "wk", "wv", "wo", "w1", "w2")]
         x = encoder_layer(

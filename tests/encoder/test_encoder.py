@@ -187,6 +187,28 @@ def test_a_forward_pass_is_seven_launches_a_layer_and_two_more(device):
     assert encoder.prepare().build(ids, mask) == 2 + 7 * 2
 
 
+@pytest.mark.parametrize("config", [CONFIG, PRE_LN], ids=["post_ln", "pre_ln"])
+def test_a_prepared_layer_is_five_launches(device, monkeypatch, config):
+    """Of Hopper's kernel, here also for few tokens: norms are in its products, within the bound of the whole model."""
+    from cki.heuristics.linear_hopper import HopperTile
+    from cki.ops import linear_hopper
+
+    if device.info.arch != "sm_90a":
+        pytest.skip("the kernel is sm_90a's")
+    tile = HopperTile(64, 64, 2, True)
+    monkeypatch.setattr(linear_hopper, "preferred_hopper_tile", lambda *shape, **options: tile)
+    model, state = random_model(config)
+    encoder = cki.Encoder.from_weights(on(device, state, np.float16), config).prepare()
+    ids, mask = some_ids(config, 3, 11), np.ones((3, 11), np.int64)
+    got = device.numpy(encoder(device.array(ids), device.array(mask.astype(bool))))
+    truth, plain = forward(model, ids, mask).numpy(), forward(model.half(), ids, mask).double().numpy()
+    assert_close(got, truth, plain)
+    graph = cki.capture(encoder, device.array(ids), device.array(mask.astype(bool)))
+    # Embeddings and their norm, and the last norm; RoBERTa's positions, and a pre-LN model's first norm.
+    assert graph.num_kernels == 5 * 2 + 3 + (2 if config is PRE_LN else 0)
+    assert encoder.prepare() is encoder
+
+
 # --- the user's weights -----------------------------------------------------------------------------------------------
 
 
@@ -202,7 +224,8 @@ def test_weights_are_used_where_they_lie_and_never_changed(device):
     ids, mask = device.array(some_ids(CONFIG)), device.array(MASK)
     assert np.array_equal(device.numpy(encoder(ids, mask)), device.numpy(prepared(ids, mask)))
     new = {view.ptr for view in prepared._views.values()} - pointers
-    assert len(new) == 2 * 2  # weight and bias of Q, K and V, in two layers
+    # Weight and bias of Q, K and V, in two layers; with norms in them w1, b1 and b2, and the second's wq, bq and bo.
+    assert len(new) == 2 * 2 + 2 * 3 + 3
     assert prepared.prepare()._tensors.keys() == prepared._tensors.keys()
     for name, value in weights.items():
         assert np.array_equal(device.numpy(value).view(np.uint16), copies[name].view(np.uint16)), name

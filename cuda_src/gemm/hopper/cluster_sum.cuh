@@ -18,9 +18,8 @@ struct ClusterSum {
   static constexpr int kPieces = kSums / 4;
   static constexpr int kAcross = kBlockN / kSlabColumns;
   static constexpr int kUnits = kBlockM / 16 * kAcross;
-  static constexpr int kOwnUnits = kUnits / kSplit;  // of a block
+  static constexpr int kOwnUnits = (kUnits + kSplit - 1) / kSplit;  // of a block; the last may have fewer
   static constexpr int kBytes = kUnits * kSums * 32 * 4;
-  static_assert(kOwnUnits * kSplit == kUnits, "blocks have equally many units");
 
   float* memory;  // the same place in every block
 

@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int unit = rank * Parts::kOwnUnits + consumer * 4 + warp;
     const int first_row = tile_row + (kSplit > 1 ? Parts::row_of(unit) : group_row + warp * 16);
     const int first_column = tile_column + (kSplit > 1 ? Parts::column_of(unit) : group_column);
-    const bool finishes = kSplit == 1 || consumer * 4 + warp < Parts::kOwnUnits;
+    const bool finishes = kSplit == 1 || (consumer * 4 + warp < Parts::kOwnUnits && unit < Parts::kUnits);
     if (finishes) {
       constexpr int kRowTilesOut = kSplit > 1 ? 1 : kRowTiles;
       constexpr int kColumnsOut = kSplit > 1 ? gemm::kSlabColumns : kGroupColumns / (kGated ? 2 : 1);
@@ -293,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::cluster_sync();
       for (int own = consumer * 4 + warp; own < Parts::kOwnUnits; own += 4 * kConsumers) {
         const int at = rank * Parts::kOwnUnits + own;
+        if (at >= Parts::kUnits) break;
         const int row = tile_row + Parts::row_of(at), column = tile_column + Parts::column_of(at);
         // A load from another block whose value nobody needs could outlast that block.
         if (row >= rows || column >= columns) continue;
