@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,16 @@ def test_gpu_targets_install_nothing(target):
     planned = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "some-python" in planned
     assert "pip" not in planned
+
+
+def test_the_versions_of_python_are_the_same_everywhere():
+    package = (ROOT / "pyproject.toml").read_text()
+    oldest, newest = re.search(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', package, re.MULTILINE).groups()
+    words = f"3.{oldest} to 3.{int(newest) - 1}"
+    for name in ("README.md", "Makefile", ".ci/check_python.py"):
+        assert words in (ROOT / name).read_text(), f"{name} does not say {words}"
+    checked = f"OLDEST, NEWEST = (3, {oldest}), (3, {int(newest) - 1})"
+    assert checked in (ROOT / ".ci" / "check_python.py").read_text()
 
 
 def test_ci_runs_lint_and_tests():
