@@ -231,12 +231,13 @@ def gate_against_transformers() -> None:
     llm = LLM("smollm2", dtype="f32", device="cuda", max_length=512, max_sequences=16, cache_nbytes=1 << 30)
     outputs = llm.generate(PROMPTS, SamplingParams(64, ignore_eos=True))
     peer = transformers_model(open_model("smollm2"))
+    peer.generation_config.eos_token_id = None  # the engine's answers go on, too
     import torch
 
     for prompt, output in zip(PROMPTS, outputs):
         ids = torch.tensor([output.prompt_token_ids], device="cuda")
         with torch.inference_mode():
-            theirs = peer.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0)
+            theirs = peer.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=0)
         expected = theirs[0, ids.shape[1] :].tolist()
         same = next((n for n, (a, b) in enumerate(zip(output.token_ids, expected)) if a != b), 64)
         print(f"{prompt!r}: the first {same} of 64 tokens are those of transformers")

@@ -7,6 +7,7 @@ Roles are the names under which a step's plan knows the weights; matrices lie as
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from cki.engine.config import ModelConfig
 from cki.engine.device_memory import DeviceTensors
 from cki.engine.rope import cos_sin_table
 from cki.memory.views import CacheTensor
+from cki.tensor import TensorView
 
 #: Role in a layer -> the weights of Hugging Face's names whose rows it holds, one below the other.
 _LAYER_PARTS = {
@@ -76,6 +78,24 @@ def source_names(role: str) -> tuple[str, ...]:
     return tuple(f"model.{start}.{name}" for name in _LAYER_PARTS[part])
 
 
+class HasView(Protocol):
+    """A tensor by its address: `CacheTensor`, or what lends one of a framework's."""
+
+    @property
+    def view(self) -> TensorView: ...
+
+
+class ModelWeights(Protocol):
+    """Weights as `DecoderModel` takes them.  positions: of the table of cosines and sines (role "cos_sin")."""
+
+    dtype: DType
+    nbytes: int
+    positions: int
+
+    def items(self) -> Sequence[tuple[str, HasView]]:
+        """Roles and tensors: those of `weight_shapes`, and "cos_sin" where rotation needs a table."""
+
+
 class DeviceWeights:
     """All weights of a model on a device, converted to one element type.
 
@@ -92,7 +112,7 @@ class DeviceWeights:
         device: DeviceInfo,
         positions: int,
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.positions = dtype, positions
         shapes = weight_shapes(config)
         table = cos_sin_table(config, positions)
         specs: list[tuple[str, tuple[int, ...], DType]] = [
@@ -116,6 +136,6 @@ class DeviceWeights:
             self._tensors.write("cos_sin", table)
         self._tensors.finish()
 
-    def items(self) -> Sequence[tuple[str, CacheTensor]]:
+    def items(self) -> Sequence[tuple[str, HasView]]:
         """Roles and tensors."""
         return self._tensors.items()

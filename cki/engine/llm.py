@@ -9,20 +9,21 @@ for chunk in llm.submit("Once upon a time"):
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cki import dtypes
-from cki.device import DeviceInfo, cuda_device, current, sim_device
+from cki.device import DeviceInfo
 from cki.engine.config import ModelConfig
-from cki.engine.device_weights import WeightSource
+from cki.engine.device_weights import DeviceWeights, ModelWeights, WeightSource
 from cki.engine.engine import Engine
 from cki.engine.files import open_model
-from cki.engine.model import DecoderModel, ModelLimits
+from cki.engine.model import DecoderModel
+from cki.engine.options import EngineOptions
 from cki.engine.output import Chunk, RequestOutput
 from cki.engine.request import Request
 from cki.engine.sampling_params import SamplingParams
@@ -31,7 +32,6 @@ from cki.errors import InvalidArgumentError, InvalidTypeError
 
 #: A text, or token ids.
 Prompt = str | Sequence[int]
-_DTYPES = ("f32", "f16", "bf16")
 
 
 class Generation:
@@ -96,13 +96,14 @@ class LLM:
         max_length: int | None = None, max_sequences: int = 64, max_step_tokens: int = 2048, block_size: int = 16,
         cache_nbytes: int | None = None, graphs: bool = True,
     ) -> None:  # fmt: skip
+        options = EngineOptions(
+            dtype, device, max_length, max_sequences, max_step_tokens, block_size, cache_nbytes, graphs
+        )  # fmt: skip
         files = open_model(model)
         try:
             self._build(
-                files.config, files.weights, files.tokenizer, dtype=dtype, device=device, max_length=max_length,
-                max_sequences=max_sequences, max_step_tokens=max_step_tokens, block_size=block_size,
-                cache_nbytes=cache_nbytes, graphs=graphs,
-            )  # fmt: skip
+                files.config, files.tokenizer, options, _placing(files.config, files.weights, options)
+            )
         finally:
             files.close()
 
@@ -113,29 +114,43 @@ class LLM:
         """A model of NumPy arrays under Hugging Face's names, or of what fills its tensors on the device
         (`cki.engine.device_weights.DeviceWeights`).  options: those of the class."""
         llm = cls.__new__(cls)
-        llm._build(config, weights, tokenizer, **options)
+        chosen = EngineOptions(**options)
+        llm._build(config, tokenizer, chosen, _placing(config, weights, chosen))
+        return llm
+
+    @classmethod
+    def from_torch(cls, model: Any, tokenizer: Any = None, **options: Any) -> LLM:
+        """A model of transformers, on its own weights: nothing is kept twice.
+
+        model: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, of f32, f16 or bf16, on a GPU
+            (for the simulated device: on the CPU).  Its Q, K and V, and gate and up, become views of one tensor each;
+            it computes what it did.  Weights written into it in place are used; parameters given other memory are not.
+        tokenizer: of transformers, or this package's; without one prompts are token ids.
+        options: those of the class but dtype and device, which the weights decide.
+        """
+        from cki.engine.torch_weights import TorchWeights, torch_device
+
+        config = ModelConfig.from_hf(getattr(model, "config", None))
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer.from_huggingface(tokenizer)
+        llm = cls.__new__(cls)
+        chosen = EngineOptions(device=torch_device(model), **options)
+        llm._build(config, tokenizer, chosen, functools.partial(TorchWeights, model, config))
         return llm
 
     def _build(
-        self, config: ModelConfig, weights: WeightSource, tokenizer: Tokenizer | None, *,
-        dtype: str | None = None, device: str | None = None, max_length: int | None = None, max_sequences: int = 64,
-        max_step_tokens: int = 2048, block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
-    ) -> None:  # fmt: skip
-        info = _device(device)
-        sizes = {
-            "max_length": max_length, "max_sequences": max_sequences, "max_step_tokens": max_step_tokens,
-            "block_size": block_size, "cache_nbytes": cache_nbytes,
-        }  # fmt: skip
-        _check_sizes(sizes)
-        if dtype is not None and dtype not in _DTYPES:
-            raise InvalidArgumentError(f"dtype is {dtype!r}", hint=f"dtype of {', '.join(_DTYPES)}, or None")
-        if max_length is None:
-            max_length = min(config.max_position, 8192)
-        chosen = dtype or ("f16" if info.kind == "sim" and config.dtype != "f32" else config.dtype)
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        options: EngineOptions,
+        place: Callable[[DeviceInfo, int], ModelWeights],
+    ) -> None:
+        """place: makes the weights, of a device and the longest sequence."""
+        device, limits = options.device_info(), options.limits(config)
         self.config, self.tokenizer = config, tokenizer
         self.model = DecoderModel(
-            config, weights, dtype=dtypes.from_name(chosen), device=info, block_size=block_size,
-            limits=ModelLimits(max_sequences, max_step_tokens, max_length), cache_nbytes=cache_nbytes, graphs=graphs,
+            config, place(device, limits.max_length), device=device, limits=limits, block_size=options.block_size,
+            cache_nbytes=options.cache_nbytes, graphs=options.graphs,
         )  # fmt: skip
         self.engine = Engine(self.model)
 
@@ -250,22 +265,10 @@ def _token_ids(prompt: Any) -> list[int]:
     return ids
 
 
-def _device(name: str | None) -> DeviceInfo:
-    if name is None:
-        return current() if current().kind == "sim" else cuda_device(0)
-    if name == "sim":
-        return sim_device()
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or not (index.isdigit() or not index):
-        raise InvalidArgumentError(f"device is {name!r}", hint='"sim", "cuda", "cuda:1" or None')
-    return cuda_device(int(index or 0))
-
-
-def _check_sizes(sizes: Mapping[str, int | None]) -> None:
-    problems = [
-        f"{name} is {value!r}"
-        for name, value in sizes.items()
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
-    ]
-    if problems:
-        raise InvalidArgumentError("LLM: sizes out of range", problems, "integers of 1 or more, or None")
+def _placing(
+    config: ModelConfig, weights: WeightSource, options: EngineOptions
+) -> Callable[[DeviceInfo, int], ModelWeights]:
+    """What copies weights to the device."""
+    return lambda device, positions: DeviceWeights(
+        config, weights, options.element_type(config, device), device, positions
+    )

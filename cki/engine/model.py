@@ -1,6 +1,6 @@
 """A decoder on a device: weights, cache, buffers, and the compiled steps over them.
 
-    model = DecoderModel(config, weights, ...)
+    model = DecoderModel(config, weights, device=device, limits=ModelLimits(64, 2048, 8192))
     a = model.cache.allocate_sequence(prompt)
     result = model.prefill([StepRow(a, prompt)])          # the prompt's keys and values, and the token after it
     result = model.decode([StepRow(a, result.wait().tokens[:1])])
@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cki.device import DeviceInfo
-from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_memory import DeviceTensors, Readback, StagedTensors, free_bytes, new_stream
-from cki.engine.device_weights import DeviceWeights, WeightSource
+from cki.engine.device_weights import HasView, ModelWeights
 from cki.engine.program import StepProgram, Workspace
 from cki.engine.step_plan import SAMPLING, CacheGeometry, DecoderPlanner, StepShape
 from cki.memory import PagedKVCache
@@ -100,31 +99,30 @@ def bucket(count: int, largest: int) -> int:
 class DecoderModel:
     """A model's weights and cache on one device, and its compiled steps.  Belongs to one thread at a time.
 
-    weights: Hugging Face's names to NumPy arrays, or what fills them (`DeviceWeights`).  dtype: of weights, activations
-    and cache.  cache_nbytes: of keys and values; None takes most of a GPU's free memory, on the simulated device room
-    for two sequences of max_length.
+    weights: on that device (`DeviceWeights`); activations and cache are of their type.  cache_nbytes: of keys and
+    values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
     graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: WeightSource, *, dtype: DType, device: DeviceInfo,
-        limits: ModelLimits, block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
+        self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
+        block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
         stream: int | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.dtype, self.device, self.limits = config, dtype, device, limits
+        self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
         self._graphs = graphs
-        self._weights = DeviceWeights(config, weights, dtype, device, limits.max_length)
+        self._weights = weights
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
-            config, dtype, CacheGeometry(1, block_size, columns), limits.max_length, limits.max_sequences
+            config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences
         )
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()
         self.cache = self._make_cache(block_size, columns, cache_nbytes)
         self.limits = limits._replace(max_length=min(limits.max_length, self.cache.num_blocks * block_size))
         geometry = CacheGeometry(self.cache.num_blocks, block_size, columns)
-        self._planner = DecoderPlanner(config, dtype, geometry, limits.max_length, limits.max_sequences)
+        self._planner = DecoderPlanner(config, self.dtype, geometry, weights.positions, limits.max_sequences)
         self._workspace = Workspace(device)
         self._programs: dict[StepShape, StepProgram] = {}
         self._readbacks: dict[tuple[bool, bool, bool], Readback] = {}
@@ -235,7 +233,7 @@ class DecoderModel:
         program = self._programs.get(shape)
         if program is None:
             plan = self._planner.plan(shape, self.device)
-            memory = self._cache_tensors() | self._workspace.take(plan)
+            memory: dict[str, HasView] = {**self._cache_tensors(), **self._workspace.take(plan)}
             for group in (self._inputs, self._sampling, self._buffers, self._weights):
                 memory |= dict(group.items())
             program = StepProgram(plan, self.device, memory)

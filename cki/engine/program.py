@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from cki import cache, driver, dtypes
 from cki.device import DeviceInfo
 from cki.engine.device_memory import DeviceTensors
+from cki.engine.device_weights import HasView
 from cki.kernel import KernelSpec
 from cki.launch import prepare, sim_kernel
 from cki.memory.views import CacheTensor
@@ -45,7 +46,7 @@ class StepProgram:
     memory: a tensor for each slot that the plan names, kept alive here.  num_kernels: launches.
     """
 
-    def __init__(self, plan: Plan, device: DeviceInfo, memory: Mapping[str, CacheTensor]) -> None:
+    def __init__(self, plan: Plan, device: DeviceInfo, memory: Mapping[str, HasView]) -> None:
         slots = sorted({operand.slot for step in plan.steps for operand in _operands(step)})
         self._kept = [memory[slot] for slot in slots]
         views = [tensor.view for tensor in self._kept]

@@ -11,6 +11,7 @@ import pytest
 from cki import dtypes
 from cki.device import sim_device
 from cki.engine import ModelConfig
+from cki.engine.device_weights import DeviceWeights
 from cki.engine.model import DecoderModel, ModelLimits
 from tests.engine.tiny import LLAMA, random_weights
 
@@ -28,10 +29,8 @@ def bench(monkeypatch):
 
 
 def test_the_gate_tells_wrong_steps(bench, monkeypatch):
-    model = DecoderModel(
-        LLAMA, random_weights(LLAMA), dtype=dtypes.f32, device=sim_device(), block_size=4,
-        limits=ModelLimits(8, 16, 64),
-    )  # fmt: skip
+    weights = DeviceWeights(LLAMA, random_weights(LLAMA), dtypes.f32, sim_device(), 64)
+    model = DecoderModel(LLAMA, weights, device=sim_device(), block_size=4, limits=ModelLimits(8, 16, 64))
     prompt = np.random.default_rng(0).integers(0, 128, 21)
     assert bench.gate(model, prompt, [5, 9, 7]) < 1e-4
     decode = model.decode

@@ -7,7 +7,7 @@ import pytest
 
 from cki import dtypes
 from cki.device import DeviceInfo, sim_device
-from cki.engine.device_weights import weight_shapes
+from cki.engine.device_weights import DeviceWeights, weight_shapes
 from cki.engine.model import DecoderModel, ModelLimits, RowSampling, StepRow, bucket
 from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
 from cki.reference.decoder import decoder
@@ -17,7 +17,8 @@ LIMITS = ModelLimits(max_sequences=8, max_step_tokens=64, max_length=100)
 
 
 def model_of(config, weights, device: DeviceInfo, dtype=dtypes.f32):
-    return DecoderModel(config, weights, dtype=dtype, device=device, block_size=4, limits=LIMITS)
+    placed = DeviceWeights(config, weights, dtype, device, LIMITS.max_length)
+    return DecoderModel(config, placed, device=device, block_size=4, limits=LIMITS)
 
 
 def logits_of(model, result, rows):
