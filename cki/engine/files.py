@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cki.encoder_config import Problems
 from cki.engine.config import ModelConfig
 from cki.engine.config_reader import read_config
@@ -22,7 +24,7 @@ from cki.engine.gguf_file import read_gguf
 from cki.engine.gguf_model import gguf_config, gguf_weights
 from cki.engine.gguf_tokenizer import gguf_tokenizer
 from cki.engine.hf_weights import check_quantization, stored_tensors, weight_paths
-from cki.engine.names import EMBEDDING
+from cki.engine.names import EMBEDDING, HEAD
 from cki.engine.tokenizer import Tokenizer, read_template
 from cki.engine.weights import StoredTensor, WeightFile, matched
 from cki.errors import InvalidArgumentError, InvalidTypeError, MissingPackageError, UnsupportedError
@@ -137,6 +139,7 @@ def _open_folder(folder: Path, single: Path | None) -> ModelFiles:
     check_quantization(values)
     config = _config(values, generation, str(folder / "config.json"))
     stored = stored_tensors([single] if single is not None else weight_paths(folder))
+    config, stored = _tied(config, stored)
     problems = Problems(f"the tensors in {single or folder} are not those of the model in config.json")
     weights = matched(stored, config, problems)
     problems.refuse()
@@ -158,6 +161,21 @@ def _config(values: Mapping[str, Any], generation: Mapping[str, Any], source: st
     listed = ends if isinstance(ends, list) else [ends]
     more = [end for end in listed if isinstance(end, int) and 0 <= end < config.vocab_size]
     return replace(config, eos_ids=tuple(dict.fromkeys([*config.eos_ids, *more])))
+
+
+def _tied(config: ModelConfig, stored: list[StoredTensor]) -> tuple[ModelConfig, list[StoredTensor]]:
+    """What transformers makes of a tied embedding where the files have a head: a head that is another matrix is not
+    tied, whatever the configuration says, and one without an embedding is the embedding."""
+    names = {tensor.name: tensor for tensor in stored}
+    head = names.get(HEAD)
+    embedding = names.get(EMBEDDING) or names.get(EMBEDDING.removeprefix("model."))
+    if not config.tie_word_embeddings or head is None:
+        return config, stored
+    if embedding is None:
+        return config, [replace(t, name=EMBEDDING) if t is head else t for t in stored]
+    if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
+        config = replace(config, tie_word_embeddings=False)
+    return config, stored
 
 
 def _stored_dtype(weights: Mapping[str, StoredTensor]) -> str:

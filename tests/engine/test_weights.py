@@ -125,10 +125,26 @@ def test_names_without_the_models_prefix(tmp_path):
     values, config = tiny(tie_word_embeddings=True)
     arrays = random_weights(config)
     bare = {name.removeprefix("model."): array for name, array in arrays.items()}
-    bare["lm_head.weight"] = np.zeros((160, 64), np.float32)
+    bare["lm_head.weight"] = bare["embed_tokens.weight"]
     bare["layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(16, np.float32)
     weights = open_model(write_folder(tmp_path, values, bare)).weights
     assert weights.keys() == arrays.keys()
+
+
+def test_heads_of_tied_models(tmp_path):
+    """As transformers 5 takes them: another matrix is a head after all, and a lone one is the embedding too."""
+    values, config = tiny(tie_word_embeddings=True)
+    arrays = random_weights(config)
+    embedding = arrays["model.embed_tokens.weight"]
+    untied = open_model(write_folder(tmp_path, values, arrays | {"lm_head.weight": embedding + 1}))
+    assert not untied.config.tie_word_embeddings
+    np.testing.assert_array_equal(untied.weights["lm_head.weight"], embedding + 1)
+    tied = open_model(write_folder(tmp_path, values, arrays | {"lm_head.weight": embedding}))
+    assert tied.config.tie_word_embeddings and "lm_head.weight" not in tied.weights
+    del arrays["model.embed_tokens.weight"]
+    lone = open_model(write_folder(tmp_path, values, arrays | {"lm_head.weight": embedding}))
+    np.testing.assert_array_equal(lone.weights["model.embed_tokens.weight"], embedding)
+    assert len(lone.weights) == len(arrays) + 1
 
 
 def test_one_file_of_a_folder(tmp_path):
