@@ -156,6 +156,7 @@ class Variant:
     groups: int = 0
     line: bool = False
     cluster: bool = False
+    together: int = 0
     counted: bool = False
     prefetch: int = 128
     fill_first: bool = True
@@ -165,7 +166,7 @@ class Variant:
             f" g{self.groups}" if self.groups else ""
         )
         marks = {
-            " line": self.line, " cluster": self.cluster, " counted": self.counted,
+            " line": self.line, f" t{self.together}": self.together, " cluster": self.cluster, " counted": self.counted,
             f" p{self.prefetch}": self.prefetch != 128, " late": not self.fill_first,
         }  # fmt: skip
         return text + "".join(mark for mark, holds in marks.items() if holds)
@@ -179,6 +180,8 @@ class Variant:
             dealt, (groups, _) = False, choose_groups(units, self.warps, shape.positions, blocks)
         if self.groups:
             groups, together, dealt = self.groups, units, self.cluster
+        if self.together:
+            groups, together, dealt = blocks // self.together, self.together, False
         return dataclasses.replace(
             chosen, warps=self.warps, stages=self.stages, min_blocks=self.blocks_per_sm, groups=groups,
             together=together, dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=self.cluster,
@@ -203,16 +206,15 @@ class Variant:
 
 def candidates(cell: Cell) -> list[Variant]:
     """Configurations worth timing for a cell; those that do not fit are refused at their launch and left out."""
-    few = cell.batch * cell.context <= 8192
+    few = cell.batch * cell.context <= 4096
     best = Variant(4, 6) if few else Variant(8, 3)
-    found = [Variant(4, 6), Variant(8, 3), Variant(4, 3, 2)]
+    found = [best, Variant(6, 4), Variant(12, 2), Variant(4, 3, 2)]
     if cell.batch == 1:
         found += [Variant(warps, stages, groups=8, cluster=True) for warps, stages in ((8, 3), (4, 6))]
     elif cell.batch <= 16:
-        found += [dataclasses.replace(best, line=True), dataclasses.replace(best, fill_first=False)]
-    else:  # as many groups as sequences: where these are about as long, no unit is cut
-        found += [Variant(*shape, groups=cell.batch) for shape in ((8, 3, 1), (4, 3, 2), (4, 2, 3))]
-        found.append(dataclasses.replace(best, prefetch=0))
+        found += [dataclasses.replace(best, line=True), Variant(8, 3, together=4)]
+    else:
+        found += [Variant(8, 3, together=4), Variant(8, 2), Variant(4, 6)]
     return found
 
 

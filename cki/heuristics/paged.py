@@ -38,8 +38,10 @@ SERIAL_ARCHS = ("sm_80", "sm_89")
 CLUSTER = 8
 #: Tiles of one sequence up to which a cluster's blocks are enough for its units.
 _CLUSTER_POSITIONS = 1024
-#: Tiles of all units up to which fewer warps, and so more and shorter parts, are as good or better.
-_FEW_TILES = 4096
+#: Tiles of all units up to which fewer warps, with more tiles each, are as good or better: fewer states to combine.
+_FEW_TILES = 2048
+#: The same for one sequence in clusters.
+_FEW_IN_CLUSTERS = 512
 # Blocks an SM, warps, stages: the first that fit are taken, then what fits any head dimension and device.
 _EIGHT_WARPS = ((1, 8, 6), (1, 8, 5), (1, 8, 4), (1, 8, 3))
 _FOUR_WARPS = ((1, 4, 6),)
@@ -198,7 +200,7 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     first: tuple[tuple[int, int, int], ...]
     if not split:
         first = _TWO_BLOCKS
-    elif shape.positions * units <= _FEW_TILES and not cluster:
+    elif shape.positions * units <= (_FEW_IN_CLUSTERS if cluster else _FEW_TILES):
         first = (*_FOUR_WARPS, *_EIGHT_WARPS)
     else:
         first = _EIGHT_WARPS

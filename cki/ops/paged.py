@@ -168,6 +168,7 @@ def plan_paged_attention(
         kHeadDim=head_dim, kPaddedDim=padded_dim(head_dim, itemsize),
         kRowTiles=chosen.row_tiles, kStages=chosen.stages, kMinBlocks=chosen.min_blocks, kSplit=chosen.split,
         kMergeHere=merge_here, kClusterBlocks=chosen.groups if chosen.cluster else 0, kTokenScales=token_scales,
+        kSameStrides=k.strides[:-1] == v.strides[:-1],
         kWholeTiles=paging > 0 or block_size % TILE_KEYS == 0,
         kBlockShift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
         kCopyBytes=copy_bytes(k, v), kQueryPairs=q.strides[3] == 1 and head_dim % 2 == 0 and q.is_aligned(4),

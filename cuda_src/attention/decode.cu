@@ -64,7 +64,8 @@ using Rows = DecodeRows<Stage, kRowTiles, Features>;
 using State = StateLayout<kRows, kPaddedValueDim>;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
 using Source =
-    KeySource<Stage, TableIndex, kPaging, kWholeTiles, kBlockShift, kCopyBytes, kPrefetch, kHeadDim, kValueDim>;
+    KeySource<Stage, TableIndex, kPaging, kWholeTiles, kSameStrides, kBlockShift, kCopyBytes, kPrefetch, kHeadDim,
+              kValueDim>;
 using Result = DecodeResult<Element, kValueDim, kGroup, kDenseOut>;
 
 // The unit that a block works at.
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       return source.tile_entry(schedule.base + at.sequence, first_key_at(keys, at.tile), keys);
     };
     const auto place_of = [&](const Cursor& at, TableIndex of_tile) {
-      if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0};
+      if (at.remaining <= 0) return TilePlace{-1, 0, 0, 0, 0, 0, 0};
       const int keys = schedule.keys(at.sequence), sequence = schedule.base + at.sequence;
       return source.find(of_tile, sequence, (at.pass * together + beside) / kRowBlocks, first_key_at(keys, at.tile),
                          key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
@@ -207,8 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const float value_factor = kHeadScales ? v_scale[unit.kv_head] : 1.0f;
       if (done > 0) ptx::mbarrier_wait_parity(&combined, (done - 1) % 2);
       state.template store<State>(states + warp * State::kFloats, unit.rows, exponent_scale, value_factor);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&stored);
+      ptx::mbarrier_arrive(&stored);
       const bool whole = !kSplit || unit.length == unit.tiles;
       const bool last = walk.remaining == unit.length;
       const bool by_all = last || (kMergeHere && !whole);
@@ -219,7 +219,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
       };
       float* part = kCluster || whole ? nullptr : part_of(own_group - schedule.first_group(unit_begin));
-      ptx::mbarrier_wait_parity(&stored, done % 2);
+      if (by_all) {
+        __syncthreads();
+      } else {
+        ptx::mbarrier_wait_parity(&stored, done % 2);
+      }
       if constexpr (kCluster) ptx::cluster_wait();  // all blocks run
 #pragma unroll 1
       for (int row = by_all ? warp : 0; row < unit.rows; row += by_all ? kWarps : 1) {
@@ -272,8 +276,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
       if (last) return;
       if (by_all) __syncthreads();
-      __syncwarp();
-      if (by_all ? thread == 0 : lane == 0) ptx::mbarrier_arrive(&combined);
+      if (!by_all || warp == 0) ptx::mbarrier_arrive(&combined);
     };
 
     // position: from the unit's begin to this warp's next tile. The first kStages turns only fill the ring, before anything
@@ -316,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   const auto begin_barriers = [&] {  // visible to all before the first unit is begun
     if (thread == 0) {
-      ptx::mbarrier_init(&stored, kWarps);
-      ptx::mbarrier_init(&combined, 1);
+      ptx::mbarrier_init(&stored, kThreads);
+      ptx::mbarrier_init(&combined, 32);
     }
   };
   // Queries that are this block's, probably, come to L2 while the lengths are awaited.

@@ -4,8 +4,9 @@
 // So finding costs a thirty-second of a tile's time, and a table entry's latency is paid once for 32 tiles. When a tile
 // is copied, its lane tells the others.
 //
-// With kWholeTiles (a multiple of 16 keys a block, or no blocks at all) all keys of a tile follow one another. Else each
-// lane looks up the block of one key; that entry is asked for one tile ahead.
+// With kWholeTiles (a multiple of 16 keys a block, or no blocks at all) all keys of a tile follow one another, and what a
+// lane tells is where they begin, in elements. Else each lane looks up the block of one key; that entry is asked for one
+// tile ahead.
 //
 // What is not a key of the sequence is filled with zeros: 0 times NaN is NaN, so a weight of zero would not hide it.
 #pragma once
@@ -27,13 +28,14 @@ struct StageLayout {
   static constexpr int kBytes = kScale + (kTokenScales ? 2 * kTileKeys * 4 : 0);
 };
 
-// Of a tile's first key (not kWholeTiles: of the lane's own key when copied). Before `copy` block may be anything.
+// Of a tile's first key (kLookUpKeys: block and place of the lane's own key when copied).
 struct TilePlace {
   int block;  // of the cache; dense: the sequence; ragged: the sequence's first token; negative: no such key
   int place;  // in the block
   int sequence;
   int kv_head;
-  int valid;  // the tile's keys that exist and may be seen: [valid % 32, valid / 32)
+  int valid;   // the tile's keys that are read: [valid % 32, valid / 32); others are zeros
+  i64 k, v;    // not kLookUpKeys: where the tile's row of the KV head begins, in elements
 
   __device__ __forceinline__ int first_valid() const { return valid % 32; }
   __device__ __forceinline__ int end_valid() const { return valid / 32; }
@@ -41,8 +43,9 @@ struct TilePlace {
 };
 
 // kBlockShift: block_size is 2 to this power; negative for others. kPrefetch: cp_async's hint, of 16-byte copies.
-template <class Stage, class TableIndex, int kPaging, bool kWholeTiles, int kBlockShift, int kCopyBytes, int kPrefetch,
-          int kHeadDim, int kValueDim>
+// kSameStrides: those of values are those of keys.
+template <class Stage, class TableIndex, int kPaging, bool kWholeTiles, bool kSameStrides, int kBlockShift,
+          int kCopyBytes, int kPrefetch, int kHeadDim, int kValueDim>
 struct KeySource {
   using Element = typename Stage::Keys::Element;
   static constexpr bool kLookUpKeys = kPaging == 0 && !kWholeTiles;
@@ -70,22 +73,38 @@ struct KeySource {
   __device__ __forceinline__ TilePlace find(TableIndex of_tile, int sequence, int kv_head, int first, int begin, int end,
                                             int offset) const {
     const int first_valid = max(begin - first, 0), end_valid = min(end - first, kTileKeys);
-    TilePlace found{-1, first, sequence, kv_head, first_valid < end_valid ? first_valid + end_valid * 32 : 0};
-    if (found.valid == 0) return found;
-    if constexpr (kPaging == 1) found.block = sequence;
-    if constexpr (kPaging == 2) found.block = offset;
-    if constexpr (kPaging == 0 && kWholeTiles) {
-      found.place = place_of(first);
-      found.block = existing(of_tile);
+    TilePlace found{-1, first, sequence, kv_head, first_valid < end_valid ? first_valid + end_valid * 32 : 0, 0, 0};
+    if constexpr (!kLookUpKeys) {
+      if (found.valid == 0) return found;
+      if constexpr (kPaging == 1) found.block = sequence;
+      if constexpr (kPaging == 2) found.block = offset;
+      if constexpr (kPaging == 0) {
+        found.place = place_of(first);
+        found.block = existing(of_tile);
+        if (found.block < 0) found.valid = 0;
+      }
+      found.k = found.block * (kPaging == 2 ? k_token : k_block) + found.place * k_token + kv_head * k_head;
+      if constexpr (!kSameStrides)
+        found.v = found.block * (kPaging == 2 ? v_token : v_block) + found.place * v_token + kv_head * v_head;
     }
     return found;
   }
 
   // What lane `lane` found.
   static __device__ __forceinline__ TilePlace of_lane(const TilePlace& found, int lane) {
-    const auto told = [&](int value) { return __shfl_sync(kFullWarp, value, lane); };
-    TilePlace at{told(found.block), told(found.place), 0, told(found.kv_head), told(found.valid)};
-    if constexpr (kLookUpKeys) at.sequence = told(found.sequence);
+    const auto told = [&](auto value) { return __shfl_sync(kFullWarp, value, lane); };
+    TilePlace at{0, 0, 0, 0, told(found.valid), 0, 0};
+    if constexpr (kLookUpKeys || Stage::kScales) {
+      at.block = told(found.block);
+      at.place = told(found.place);
+      at.kv_head = told(found.kv_head);
+    }
+    if constexpr (kLookUpKeys) {
+      at.sequence = told(found.sequence);
+    } else {
+      at.k = told(found.k);
+      at.v = kSameStrides ? at.k : told(found.v);
+    }
     return at;
   }
 
@@ -103,12 +122,12 @@ struct KeySource {
 
   // Starts the copies of this lane, in its current group.
   __device__ __forceinline__ void copy(unsigned char* stage, const TilePlace& at) const {
-    copy_rows<typename Stage::Keys, kHeadDim>(stage, k + at.kv_head * k_head, k_block, k_token, at);
-    copy_rows<typename Stage::Values, kValueDim>(stage + Stage::kValues, v + at.kv_head * v_head, v_block, v_token, at);
+    copy_rows<typename Stage::Keys, kHeadDim>(stage, k, at.k, k_block, k_token, k_head, at);
+    copy_rows<typename Stage::Values, kValueDim>(stage + Stage::kValues, v, at.v, v_block, v_token, v_head, at);
     if constexpr (Stage::kScales) {  // lanes 0-15 of keys, 16-31 of values
       const int lane = static_cast<int>(threadIdx.x % 32);
       const int row = lane % kTileKeys;
-      const bool valid = at.block >= 0 && row >= at.first_valid() && row < at.end_valid();
+      const bool valid = (!kLookUpKeys || at.block >= 0) && row >= at.first_valid() && row < at.end_valid();
       const i64 slot = static_cast<i64>(at.block) * block_size + at.place + (kLookUpKeys ? 0 : row);
       const float* scales = lane < kTileKeys ? k_scale : v_scale;
       ptx::cp_async<4>(stage + Stage::kScale + lane * 4, valid ? scales + slot * kv_heads + at.kv_head : scales,
@@ -133,9 +152,10 @@ struct KeySource {
     return block >= 0 && block < num_blocks ? static_cast<int>(block) : -1;
   }
 
+  // Rows of one of the tensors: from `begin` on, or kLookUpKeys: from each lane's block and place.
   template <class T, int kDim>
-  __device__ __forceinline__ void copy_rows(unsigned char* tile, const Element* head, i64 block_stride,
-                                            i64 token_stride, const TilePlace& at) const {
+  __device__ __forceinline__ void copy_rows(unsigned char* tile, const Element* tensor, i64 begin, i64 block_stride,
+                                            i64 token_stride, i64 head_stride, const TilePlace& at) const {
     constexpr int kPieces = T::kRowBytes / kCopyBytes;  // of a row
     constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
     constexpr int kTrips = kTileKeys * kPieces / 32;
@@ -146,8 +166,6 @@ struct KeySource {
       ptx::cp_async<kCopyBytes, kCopyBytes == 16 ? kPrefetch : 0>(target, source, bytes);
     };
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const i64 outer_stride = kPaging == 2 ? token_stride : block_stride;
-    const i64 own = at.block < 0 ? -1 : at.block * outer_stride + at.place * token_stride;
     if constexpr (kRegular) {
       constexpr int kRowsATrip = 32 / kPieces;
       const int first_row = lane / kPieces, piece = lane % kPieces;
@@ -157,9 +175,9 @@ struct KeySource {
         return first_target + trip * kRowsATrip * T::kPitch + (chunk ^ T::swizzle(trip * kRowsATrip)) * 16;
       };
       const bool inside = kFullRows || piece * kPerPiece < kDim;
-      if (at.block >= 0 && at.all_valid()) {  // nearly always, and for all lanes
-        const Element* source = inside ? head + own + first_row * token_stride + piece * kPerPiece : head;
-        const i64 step = inside ? kRowsATrip * token_stride : 0;
+      const Element* source = tensor + (inside ? first_row * token_stride + piece * kPerPiece : 0) + begin;
+      const i64 step = inside ? kRowsATrip * token_stride : 0;
+      if (at.all_valid()) {  // nearly always, and for all lanes
 #pragma unroll
         for (int trip = 0; trip < kTrips; ++trip) {
           start(target(trip), source, inside ? kCopyBytes : 0);
@@ -170,19 +188,19 @@ struct KeySource {
 #pragma unroll 1
       for (int trip = 0; trip < kTrips; ++trip) {
         const int row = first_row + trip * kRowsATrip;
-        const bool valid = inside && at.block >= 0 && row >= at.first_valid() && row < at.end_valid();
-        start(target(trip), valid ? head + own + row * token_stride + piece * kPerPiece : head, valid ? kCopyBytes : 0);
+        const bool valid = inside && row >= at.first_valid() && row < at.end_valid();
+        start(target(trip), valid ? source + trip * step : tensor, valid ? kCopyBytes : 0);
       }
     } else {
+      const i64 own = at.block < 0 ? -1 : at.block * block_stride + at.place * token_stride + at.kv_head * head_stride;
 #pragma unroll(kTrips <= 16 ? kTrips : 8)
       for (int trip = 0; trip < kTrips; ++trip) {
         const int row = (lane + trip * 32) / kPieces, piece = (lane + trip * 32) % kPieces;
-        const i64 row_start = kLookUpKeys ? __shfl_sync(kFullWarp, own, row) : own;
-        const i64 offset = row_start + (kLookUpKeys ? 0 : row * token_stride);
-        const bool valid = row_start >= 0 && row >= at.first_valid() && row < at.end_valid() &&
+        const i64 row_start = kLookUpKeys ? __shfl_sync(kFullWarp, own, row) : begin + row * token_stride;
+        const bool valid = (!kLookUpKeys || row_start >= 0) && row >= at.first_valid() && row < at.end_valid() &&
                            (kFullRows || piece * kPerPiece < kDim);
         start(tile + T::offset(row, 0, piece * kCopyBytes / 16) + piece * kCopyBytes % 16,
-              valid ? head + offset + piece * kPerPiece : head, valid ? kCopyBytes : 0);
+              valid ? tensor + row_start + piece * kPerPiece : tensor, valid ? kCopyBytes : 0);
       }
     }
   }

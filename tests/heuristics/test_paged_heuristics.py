@@ -48,9 +48,28 @@ def test_clusters_merge_one_sequence_where_there_are_any():
 def test_few_keys_are_read_by_four_warps_a_block():
     chosen = [
         choose_decode(DecodeShape(4, 4, 8, 128, 128, 2, False, positions), sim_device("sm_90a"))
-        for positions in (128, 512, 1024)
+        for positions in (128, 256, 512)
     ]
     assert [(c.warps, c.stages, c.min_blocks) for c in chosen] == [(4, 6, 1), (4, 6, 1), (8, 3, 1)]
+    alone = [
+        choose_decode(DecodeShape(1, 4, 8, 128, 128, 2, False, positions), sim_device("sm_90a"))
+        for positions in (64, 256)
+    ]
+    assert [(c.warps, c.stages, c.cluster) for c in alone] == [(4, 6, True), (8, 3, True)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "dealt", "groups"),
+    [
+        (1, True, 16), (4, True, 16), (5, True, 15), (6, False, 16), (8, True, 16), (9, False, 16), (16, True, 16),
+        (17, False, 16), (64, False, 16),
+    ],
+)  # fmt: skip
+def test_sequences_are_dealt_where_their_groups_use_the_device(batch, dealt, groups):
+    shape = DecodeShape(batch, 4, 8, 128, 128, 2, False, 10**5)
+    chosen = choose_decode(shape, sim_device("sm_90a"))
+    assert (chosen.dealt, chosen.by_lengths, chosen.groups) == (dealt, dealt and batch > 1, groups)
+    assert not choose_decode(dataclasses.replace(shape, window=True), sim_device("sm_90a")).dealt
 
 
 def test_no_more_blocks_than_there_can_be_work():
