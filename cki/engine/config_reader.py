@@ -192,6 +192,10 @@ class _Reader:
             self._problems.note(f"{self._name('rope_scaling')} is {given!r}, not an object")
             given = {}
         theta = self._number("rope_theta", self._number("rope_theta", 10000.0), given)
+        if theta <= 1:
+            self._problems.note(
+                f"{self._name('rope_theta')} is {theta}, not above 1: wavelengths would not grow"
+            )
         for partial in (self._values.get("partial_rotary_factor"), given.get("partial_rotary_factor")):
             if partial not in (None, 1, 1.0):
                 self._unsupported.append(

@@ -110,10 +110,15 @@ class Tokenizer:
         package = tokenizers_package()
         try:
             tokenizer = package.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the package raises Exception itself
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            tokenizer.decode(tokenizer.encode("a", add_special_tokens=True).ids)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except (
+            BaseException
+        ) as error:  # the package raises Exception itself, and panics that are not even that
             raise InvalidArgumentError(f"{path} is no tokenizer.json: {error}") from error
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
         settings = settings or {}
         tokens = _named_tokens(settings)
         if bos_id is None and "bos_token" in tokens:
@@ -177,8 +182,8 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         except (ValueError, AttributeError) as error:
             raise InvalidArgumentError(f"{older} is no JSON object: {error}") from error
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default")
+        named = [entry for entry in found if isinstance(entry, Mapping) and entry.get("name") == "default"]
+        found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
 
 

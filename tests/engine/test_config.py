@@ -189,6 +189,7 @@ def test_special_tokens():
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0, not a finite number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+        ({"rope_theta": 1}, "rope_theta is 1.0, not above 1"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
         ({"rope_scaling": {"rope_type": "linear"}}, "RoPE scaling of type linear has no factor"),

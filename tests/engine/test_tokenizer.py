@@ -253,6 +253,7 @@ def test_add_bos_token(in_file, setting, has_bos, tmp_path):
             {},
             "D",
         ),
+        ({"chat_template": [{"name": []}, {"name": "default", "template": "D"}]}, {}, "D"),
         ({"chat_template": "A"}, {"chat_template__jinja": "B{{ messages | length }}"}, "B1"),
         ({}, {"chat_template__json": '{"chat_template": "C"}'}, "C"),
         (None, {"chat_template__jinja": "E"}, "E"),
@@ -267,6 +268,17 @@ def test_places_of_the_chat_template(settings_, files, text, tmp_path):
 def test_what_is_no_tokenizer_json(text, tmp_path):
     folder(tmp_path, json_tokenizer())
     (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(InvalidArgumentError, match=r"tokenizer\.json is no tokenizer\.json: "):
+        open_model(tmp_path)
+
+
+def test_a_tokenizer_that_fails_at_its_first_text(tmp_path):
+    """Its post-processor adds a word that it has no id for: the package only finds out when it encodes."""
+    folder(tmp_path, json_tokenizer())
+    path = tmp_path / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["post_processor"]["special_tokens"] = {}
+    path.write_text(json.dumps(values))
     with pytest.raises(InvalidArgumentError, match=r"tokenizer\.json is no tokenizer\.json: "):
         open_model(tmp_path)
 
