@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cki.errors import UnsupportedError
+from cki.ops.table import public_specs
 
 Inputs = Mapping[str, Any]
 Attributes = Mapping[str, Any]
@@ -104,7 +105,9 @@ def refusal(name: str, framework: str, hint: str = "") -> UnsupportedError:
 
     framework: the module of `cki.adapters` that has the function with that argument.
     """
-    ask = f"cki.adapters.{framework}.{name}(..., recompute_gradient=True) differentiates the plain expression"
+    ask = "a custom gradient of the framework's around it"  # of a user's own operation
+    if name in public_specs():
+        ask = f"cki.adapters.{framework}.{name}(..., recompute_gradient=True) differentiates the plain expression"
     return UnsupportedError(
         f"{name} has no gradient: CKI is for inference, and differentiation reached cki.{name}",
         hint=f"{ask}; {hint}" if hint else ask,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cki import own_operation
 from cki.adapter import adapter_of
 from cki.adapters.torch import _FROM_TORCH, _TO_TORCH, TracedAdapter
 from cki.errors import InvalidTypeError, UnsupportedError
@@ -147,18 +148,30 @@ def _refuse_gradients(spec: OpSpec, operator: Callable[..., Any]) -> Callable[..
 def _register() -> tuple[torch.library.Library, dict[str, Any]]:
     """The operators of namespace `cki`.  The library must be kept: they vanish with it."""
     library = torch.library.Library("cki", "DEF")
-    operators = {}
-    for name, spec in public_specs().items():
-        library.define(schema(spec), tags=(torch.Tag.pt2_compliant_tag,))
-        for key in ("CPU", "CUDA"):
-            library.impl(name, _run(spec), key)
-        torch.library.register_fake(f"cki::{name}", _fake(spec), lib=library)
-        operators[name] = getattr(torch.ops.cki, name).default
-        library.impl(name, _refuse_gradients(spec, operators[name]), "Autograd")
-    return library, operators
+    return library, {name: _define(library, spec) for name, spec in public_specs().items()}
+
+
+def _define(library: torch.library.Library, spec: OpSpec) -> Any:
+    name = spec.name
+    library.define(schema(spec), tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        library.impl(name, _run(spec), key)
+    torch.library.register_fake(f"cki::{name}", _fake(spec), lib=library)
+    operator = getattr(torch.ops.cki, name).default
+    library.impl(name, _refuse_gradients(spec, operator), "Autograd")
+    return operator
 
 
 _LIBRARY, OPERATORS = _register()
+
+
+def add(spec: OpSpec) -> None:
+    """Make an operator of a user's operation, whose name no other has."""
+    OPERATORS[spec.name] = _define(_LIBRARY, spec)
+
+
+for _spec in own_operation.made:
+    add(_spec)
 
 
 def run_operator(

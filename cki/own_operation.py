@@ -17,9 +17,13 @@ numbers are keyword arguments, unless the rule gives them.
 from __future__ import annotations
 
 import inspect
+import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from cki import dtypes
 from cki.arguments import NUMBERS
@@ -31,6 +35,7 @@ from cki.load_arguments import TensorMap, map_argument, number_word
 from cki.operand import Operand
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
+from cki.ops.table import public_specs
 from cki.plan import ArgumentValue, Plan, Step
 from cki.signature import Parameter
 from cki.tensor import DeviceId, TensorView
@@ -55,6 +60,8 @@ class LaunchRule:
     cooperative: bool = False
 
 
+#: Of all operations, in the order in which they were made.
+made: list[OpSpec] = []
 #: (inputs by position, as `cki.operand.Operand`s with shape, strides, dtype and size; numbers by name) -> LaunchRule.
 Rule = Callable[..., LaunchRule]
 
@@ -89,7 +96,7 @@ class OwnOperation:
             )
         self._numbers = [p for p in parameters if p.letter in NUMBERS]
         self.spec = OwnSpec(
-            name=kernel.entry,
+            name=_unused_name(kernel.entry),
             inputs=tuple(Input(p.name) for p in inputs),
             attributes=tuple(Attribute(p.name, float if p.letter in "fd" else int) for p in self._numbers),
             outputs=tuple(p.name for p in self._outputs),
@@ -97,8 +104,12 @@ class OwnOperation:
             infer=self._infer,
             plan=self._plan,
         )
-        self.__name__ = kernel.entry
+        self.__name__ = self.spec.name
         self.__signature__ = self._signature()
+        made.append(self.spec)
+        operators = sys.modules.get("cki.adapters.torch_ops")
+        if operators is not None:
+            operators.add(self.spec)
 
     def __repr__(self) -> str:
         return f"<cki operation {self.__name__}{self.__signature__}>"
@@ -186,7 +197,9 @@ class OwnOperation:
                     problem.reject(
                         f"{parameter.name} is not given", f"{parameter.name}=, or numbers of its rule"
                     )
-                else:
+                elif isinstance(
+                    value, (int, float, str, np.generic)
+                ):  # else a size that torch traces as a symbol
                     number_word(parameter, value, problem)
             elif parameter.letter == "T" and not isinstance(rule.numbers.get(parameter.name), TensorMap):
                 problem.reject_type(
@@ -221,6 +234,13 @@ class OwnOperation:
         if value is None:
             value = problem.attribute(parameter.name)
         return float(value) if parameter.letter in "fd" else int(value)
+
+
+def _unused_name(entry: str) -> str:
+    """The kernel's name, numbered where another operation has it: programs of frameworks call operations by name."""
+    taken = {*public_specs(), *(spec.name for spec in made)}
+    names = itertools.chain([entry], (f"{entry}_{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def _dtype(given: DType | str) -> DType:

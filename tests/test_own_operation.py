@@ -40,7 +40,7 @@ def test_values_and_signature(device, scale):
     y = scale(device.array(x), factor=0.5)
     np.testing.assert_array_equal(device.numpy(y), x / 2)
     np.testing.assert_array_equal(device.numpy(scale(x=device.array(x), factor=2)), x * 2)
-    assert repr(scale) == "<cki operation scale(x, *, factor=None, n=None)>"
+    assert repr(scale).endswith("(x, *, factor=None, n=None)>")
 
 
 def test_two_outputs_of_other_types_and_constants(device):
@@ -62,6 +62,24 @@ def test_torch_tensors_give_torch_tensors(scale):
         assert torch.equal(scale(torch.arange(5.0), factor=3.0), 3 * torch.arange(5.0))
 
 
+@pytest.mark.torch
+def test_inside_torch_compile_with_dynamic_sizes(scale):
+    torch = pytest.importorskip("torch")
+    compiled = torch.compile(
+        lambda x: scale(x + 1, factor=2.0) - 1, fullgraph=True, dynamic=True, backend="eager"
+    )
+    late = cki.load(SCALE).operation(rule)  # made after the operators were
+    assert late.__name__ != scale.__name__
+    with torch.inference_mode(), cki.device("sim"):
+        for rows in (3, 5):
+            x = torch.arange(4.0 * rows).reshape(rows, 4)
+            assert torch.equal(compiled(x), 2 * x + 1)
+        again = torch.compile(lambda x: late(x, factor=3.0), fullgraph=True, backend="eager")
+        assert torch.equal(again(x), 3 * x)
+        with pytest.raises(Exception, match="its rule fails for x of shape"):
+            torch.compile(lambda x: scale(x), fullgraph=True, backend="eager")(x)
+
+
 @pytest.mark.jax
 def test_inside_jit_and_vmap(scale):
     jax = pytest.importorskip("jax")
@@ -74,7 +92,7 @@ def test_inside_jit_and_vmap(scale):
         np.testing.assert_array_equal(scale(jax.numpy.asarray(x), factor=2.0), 2 * x)
         with pytest.raises(InvalidArgumentError, match="scale: invalid arguments\n  - its rule fails"):
             jax.jit(scale)(x)
-        with pytest.raises(UnsupportedError, match="scale has no gradient"):
+        with pytest.raises(UnsupportedError, match="scale.* has no gradient"):
             jax.grad(lambda x: scale(x, factor=2.0).sum())(x)
 
 
