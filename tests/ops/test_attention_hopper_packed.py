@@ -95,8 +95,10 @@ def test_rings_and_turns_under_every_check(device, case, schedule, consumers, bl
             check(device, tensors, HopperTiles(consumers, 32, schedule=schedule), causal=causal)
 
 
-@pytest.mark.parametrize("block_size", [0, 16])
-@pytest.mark.parametrize(("dim", "value_dim"), [(8, 8), (40, 72), (64, 64), (128, 96), (256, 256)])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "block_size"),
+    [(8, 8, 0), (8, 8, 16), (40, 72, 16), (64, 64, 0), (128, 96, 16), (256, 256, 0)],
+)
 def test_head_dims(device, dim, value_dim, block_size):
     make: Any = chunked if block_size else packed
     extra = (block_size,) if block_size else ()
@@ -114,22 +116,26 @@ def test_real_tiles(device, dim, tiles):
     check(device, chunked(BF16, *lengths, 64, dim=dim, heads=1), tiles, causal=True)
 
 
-@pytest.mark.parametrize("block_size", [0, 16])
+FEATURES: list[dict[str, Any]] = [
+    {"window": (20, 5)}, {"window": (0, -1)}, {"causal": True, "window": (33, 7)},
+    {"causal": True, "causal_alignment": "top_left"}, {"softcap": 3.0}, {"scale": -0.3},
+    {"sinks": np.linspace(-2, 4, 6, dtype=np.float32)},
+    {"alibi_slopes": np.linspace(0.01, 0.5, 6, dtype=np.float32)},
+]  # fmt: skip
+ALL_FEATURES: dict[str, Any] = {
+    "causal": True, "window": (33, 0), "softcap": 5.0, "sinks": np.ones(6, np.float32), "scale": 0.4,
+    "alibi_slopes": np.linspace(0.01, 0.5, 6, dtype=np.float32),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (20, 5)}, {"window": (0, -1)}, {"causal": True, "window": (33, 7)},
-        {"causal": True, "causal_alignment": "top_left"}, {"softcap": 3.0}, {"scale": -0.3},
-        {"sinks": np.linspace(-2, 4, 6, dtype=np.float32)},
-        {"alibi_slopes": np.linspace(0.01, 0.5, 6, dtype=np.float32)},
-        {
-            "causal": True, "window": (33, 0), "softcap": 5.0, "sinks": np.ones(6, np.float32), "scale": 0.4,
-            "alibi_slopes": np.linspace(0.01, 0.5, 6, dtype=np.float32),
-        },
-    ],
-    ids=lambda options: " ".join(options),
-)  # fmt: skip
+    ("options", "block_size"),
+    [(options, 16 * (index % 2)) for index, options in enumerate(FEATURES)]
+    + [(ALL_FEATURES, 0), (ALL_FEATURES, 16)],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
 def test_features(device, options, block_size):
+    """Packed keys and a cache in turn; with everything at once, both."""
     lengths = [40, 0, 3, 90], [90, 4, 0, 60]
     shape: dict[str, Any] = {"heads": 6, "kv_heads": 2}
     tensors = chunked(BF16, *lengths, block_size, **shape) if block_size else packed(BF16, *lengths, **shape)
