@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 #: Largest difference allowed, for the dtype each example uses: what two sound kernels may differ by.
-BOUNDS = {"use_with_torch": 0.07, "use_with_cupy": 5e-3}
+BOUNDS = {"use_with_torch": 0.07, "use_with_cupy": 5e-3, "keras_encoder": 1e-2}
 NEEDS = {
     "use_with_torch": "torch", "use_with_transformers": "transformers", "use_with_tensorflow": "tensorflow",
-    "use_with_jax": "jax",
+    "use_with_jax": "jax", "keras_encoder": "tensorflow",
 }  # fmt: skip
 GPU_ONLY = {"use_with_cupy"}
 
