@@ -90,8 +90,8 @@ class HopperTiles:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
         if self.ping_pong:
             text += ", ping-pong"
-        if not self.overlap_tiles:
-            text += ", tiles apart"
+        if self.overlap_tiles:
+            text += ", tiles overlap"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

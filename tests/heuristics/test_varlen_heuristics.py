@@ -141,7 +141,7 @@ def test_a_step_of_the_hopper_kernel_is_complete(block_size, box):
         kinds = {"T": TensorMapArg, "P": (Operand, NullPointer), "q": int, "i": int, "I": int, "f": float}[letter]
         assert isinstance(value, kinds), (letter, value)
     maps = [a for a in step.args if isinstance(a, TensorMapArg)]
-    assert [m.box for m in maps] == [(64, 128, 1, 1), (64, box, 1, 1), (64, box, 1, 1)]
+    assert [m.box for m in maps] == [(64, 64, 1, 1), (64, box, 1, 1), (64, box, 1, 1)]
     assert all(tensor_map.problems(1 << 20, m) == [] for m in maps)
     assert step.kernel.constant("kBoxKeys") == box
     assert step.grid == (132, 1, 1) and step.programmatic
