@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cki.ops.gated_linear import gated_linear as gated_linear
     from cki.ops.held import hold as hold
     from cki.ops.linear import linear as linear
+    from cki.ops.linear_fp8 import linear_fp8 as linear_fp8
     from cki.ops.merge import merge_states as merge_states
     from cki.ops.norm import layer_norm as layer_norm
     from cki.ops.norm import rms_norm as rms_norm
@@ -52,6 +53,7 @@ _HOME = {
     "Graph": "graph", "capture": "graph", "load": "loader", "TensorMap": "loader", "LaunchRule": "own_operation",
     "hold": "ops.held",
     "attention": "ops.attention", "linear": "ops.linear", "gated_linear": "ops.gated_linear",
+    "linear_fp8": "ops.linear_fp8",
     "layer_norm": "ops.norm", "rms_norm": "ops.norm",
     "embed_tokens": "ops.embedding", "mean_pool": "ops.embedding", "merge_states": "ops.merge",
     "append_kv": "ops.rope", "apply_rope": "ops.rope",

@@ -16,8 +16,9 @@ from typing import NamedTuple
 from cki.device import DeviceInfo
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
-from cki.ops.linear import Part, fused_norm_tile, plan_linear, plan_linear_parts
+from cki.ops.linear import Part, plan_linear, plan_linear_parts
 from cki.ops.linear_hopper import RowNorm, also_zeroing, normalises_residual_by
+from cki.ops.linear_norm import fused_norm_tile
 from cki.ops.norm import plan_layer_norm
 from cki.plan import Step
 

@@ -38,6 +38,7 @@ from cki.operand import Operand
 from cki.ops import linear_hopper, linear_skinny
 from cki.ops.call import call
 from cki.ops.linear_hopper import RowNorm
+from cki.ops.linear_norm import fused_norm_tile
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
@@ -127,19 +128,6 @@ def plan_linear(
             x, w, bias, residual, y, device, access, tile, activation=activation
         )
     return _plan(x, [Part(w, bias)], residual, y, device, activation, weight_layout, tile)
-
-
-def fused_norm_tile(
-    x: Operand, w: Operand, residual: Operand | None, y: Operand, device: DeviceInfo, *, activation: str | None = None,
-    weight_layout: str = "in_out", norm: str | None = None, statistics: bool = False,
-) -> HopperTile | None:  # fmt: skip
-    """The tile with which a product normalises rows or stores their statistics, where that is the way to take."""
-    access = _access(w, weight_layout)
-    if linear_skinny.preferred(x, w, residual, y, device, access) is not None:
-        return None
-    return linear_hopper.preferred(
-        x, w, residual, y, device, access, activation, norm=norm, statistics=statistics
-    )
 
 
 def plan_linear_parts(
@@ -404,5 +392,9 @@ def representative_specs(arch: str) -> list[KernelSpec]:
                 add(dtype, tile, copy_x=size, copy_w=size, unit_x=False, access=strided, **narrow)
     for activation in ACTIVATIONS:
         add(dtypes.f16, TILES_16BIT[0], activation=activation)
-    hopper = linear_hopper.representative_specs() if arch == "sm_90a" else []
+    hopper: list[KernelSpec] = []
+    if arch == "sm_90a":
+        from cki.ops import linear_fp8  # it takes rules from here
+
+        hopper = [*linear_hopper.representative_specs(), *linear_fp8.representative_specs()]
     return [*found, *linear_skinny.representative_specs(arch, device), *hopper]

@@ -90,9 +90,9 @@ def hopper_obstacles(
         found.append("the rows of x, residual and result do not lie evenly in memory")
     else:
         row_stride = rows[0].strides[0][2] if rows[0].rows > 1 else depth
-        found += _row_obstacles("x", x, depth, 1 if depth == 1 else x.strides[-1], row_stride, rows[0].rows)
+        found += row_obstacles("x", x, depth, 1 if depth == 1 else x.strides[-1], row_stride, rows[0].rows)
     inner, outer = (columns, depth) if access.along_n else (depth, columns)
-    return found + _row_obstacles("w", w, inner, access.column_stride, access.stride, outer)
+    return found + row_obstacles("w", w, inner, access.column_stride, access.stride, outer)
 
 
 def preferred(
@@ -103,7 +103,7 @@ def preferred(
 
     gated: w has twice y's columns.  norm: a `RowNorm`'s kind.  statistics: those of y's rows are wanted.
     """
-    if y.size == 0 or device.arch != _ARCH or (statistics and not _stores_by_tma(y)):
+    if y.size == 0 or device.arch != _ARCH or (statistics and not stores_by_tma(y)):
         return None
     batches = row_batches([t for t in (x, residual, y) if t is not None])
     columns = y.shape[-1] * (2 if gated else 1)
@@ -115,15 +115,13 @@ def preferred(
     )  # fmt: skip
 
 
-def _stores_by_tma(y: Operand) -> bool:
+def stores_by_tma(y: Operand) -> bool:
     """Whether TMA, which writes whole units of 16 bytes, can store y's rows.  They lie evenly in memory."""
     row_stride = row_batches([y])[0].strides[0][2]
     columns = y.shape[-1]
     step = 1 if columns == 1 else y.strides[-1]
     rows = y.size // columns
-    return columns * y.dtype.itemsize % 16 == 0 and not _row_obstacles(
-        "y", y, columns, step, row_stride, rows
-    )
+    return columns * y.dtype.itemsize % 16 == 0 and not row_obstacles("y", y, columns, step, row_stride, rows)
 
 
 def _halves_obstacles(y: Operand, access: WeightAccess) -> list[str]:
@@ -151,7 +149,7 @@ def preferred_for_parts(
     return found
 
 
-def _row_obstacles(name: str, tensor: Operand, inner: int, step: int, stride: int, count: int) -> list[str]:
+def row_obstacles(name: str, tensor: Operand, inner: int, step: int, stride: int, count: int) -> list[str]:
     """What a tensor map does not take of `count` rows of `inner` elements, `step` apart, rows `stride` apart."""
     itemsize = tensor.dtype.itemsize
     found = []
@@ -164,7 +162,7 @@ def _row_obstacles(name: str, tensor: Operand, inner: int, step: int, stride: in
     return found
 
 
-def _tensor_map(tensor: Operand, inner: int, outer: int, stride: int, box: tuple[int, int]) -> TensorMapArg:
+def tensor_map(tensor: Operand, inner: int, outer: int, stride: int, box: tuple[int, int]) -> TensorMapArg:
     """Over `outer` rows of `inner` elements, `stride` elements apart.  One row may have any stride: any will do."""
     stride_bytes = stride * tensor.dtype.itemsize if outer > 1 else 16
     return TensorMapArg(tensor, (inner, outer), (stride_bytes,), box)
@@ -204,7 +202,7 @@ def plan_linear_hopper(
     if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
         obstacles.append(f"tiles {tile}: a consumer needs gates and ups of whole 64 columns, over all of K")
     obstacles += _norm_obstacles(tile, bias, residual, y, norm, gates)
-    if statistics is not None and not _stores_by_tma(y):
+    if statistics is not None and not stores_by_tma(y):
         obstacles.append("statistics of rows that are not whole units of 16 bytes")
     if obstacles:
         raise UnsupportedError("linear: the Hopper kernel", obstacles, "the generic kernel")
@@ -218,7 +216,7 @@ def plan_linear_hopper(
     residual_stride = residual_strides[0] if residual_strides else 0
     y_step = 1 if columns == 1 else y.strides[-1]
     residual_step = 1 if residual is None or columns == 1 else residual.strides[-1]
-    tma_store = _stores_by_tma(y)
+    tma_store = stores_by_tma(y)
     kernel = hopper_kernel(
         x.dtype, tile, bias=None if bias is None else bias.dtype, activation=activation, residual=residual is not None,
         along_n=access.along_n, tma_store=tma_store,
@@ -228,15 +226,15 @@ def plan_linear_hopper(
         pair_residual=residual is not None and pair_access(residual, residual_step, (residual_stride,)),
         norm=None if norm is None else norm.kind, statistics=statistics is not None,
     )  # fmt: skip
-    x_map = _tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.block_m))
+    x_map = tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.block_m))
     if access.along_n:
         shares_rows = tile.block_n // 64 % tile.sharers != 0  # of K, where there are fewer slabs of columns
         box_depth = STAGE_DEPTH // tile.sharers if shares_rows else STAGE_DEPTH
-        w_map = _tensor_map(w, w_columns, depth, access.stride, (64, box_depth))
+        w_map = tensor_map(w, w_columns, depth, access.stride, (64, box_depth))
     else:
         boxes = tile.sharers if gates is None else max(2, tile.sharers)
-        w_map = _tensor_map(w, depth, w_columns, access.stride, (STAGE_DEPTH, tile.block_n // boxes))
-    y_map = _tensor_map(y, columns, rows, y_stride, (64, _STORE_ROWS)) if tma_store else x_map
+        w_map = tensor_map(w, depth, w_columns, access.stride, (STAGE_DEPTH, tile.block_n // boxes))
+    y_map = tensor_map(y, columns, rows, y_stride, (64, _STORE_ROWS)) if tma_store else x_map
     arguments: tuple[ArgumentValue, ...] = (
         x_map, w_map, y_map, bias or NullPointer(), residual or NullPointer(), y, rows, columns, depth,
         *(gates or (0, 0)),

@@ -17,6 +17,7 @@ _SPECS = {
     "rope": ("APPEND_KV", "APPLY_ROPE"),
     "linear": ("LINEAR",),
     "gated_linear": ("GATED_LINEAR",),
+    "linear_fp8": ("LINEAR_FP8",),
     "encoder": ("FUSED_ATTENTION", "ENCODER_LAYER"),
     "encoder_stack": ("ENCODER_LAYERS",),
     "embedding": ("EMBED_TOKENS", "MEAN_POOL"),

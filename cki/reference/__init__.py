@@ -8,7 +8,7 @@ from cki.reference.dropout import dropout_add
 from cki.reference.embedding import embed_tokens, mean_pool
 from cki.reference.encoder import encoder_layer, encoder_layers, fused_attention
 from cki.reference.encoder_model import encoder, encoder_embed, token_positions
-from cki.reference.linear import gated_linear, linear
+from cki.reference.linear import gated_linear, linear, linear_fp8
 from cki.reference.norm import layer_norm, rms_norm
 from cki.reference.paged import append_kv, decode_attention, merge_states, paged_attention
 from cki.reference.pointwise import bias_activation, gated_activation
@@ -21,6 +21,7 @@ from cki.reference.varlen import varlen_attention
 __all__ = [
     "append_kv", "apply_rope", "attention", "bias_activation", "decode_attention", "dropout_add", "embed_tokens",
     "encoder", "encoder_embed", "encoder_layer", "encoder_layers", "fused_attention", "gated_activation",
-    "gated_linear", "layer_norm", "layer_norm_quantize", "linear", "mean_pool", "merge_states", "paged_attention",
-    "quantize_fp8", "rms_norm", "rms_norm_quantize", "softmax", "token_positions", "varlen_attention",
+    "gated_linear", "layer_norm", "layer_norm_quantize", "linear", "linear_fp8", "mean_pool", "merge_states",
+    "paged_attention", "quantize_fp8", "rms_norm", "rms_norm_quantize", "softmax", "token_positions",
+    "varlen_attention",
 ]  # fmt: skip

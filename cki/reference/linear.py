@@ -18,6 +18,30 @@ Result = NDArray[np.float64]
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
+def linear_fp8(x: Array, x_scale: Array, w: Array, w_scale: Array, bias: Array | None = None) -> Result:
+    """(x * x_scale) @ (w * w_scale).T + bias.  x, w: values of e4m3, or their codes as uint8; a scale for each 128
+    elements of a row of x, or one a row; for each 128 x 128 of w, or one in all."""
+    values = [_values(codes) for codes in (x, w)]
+    a = values[0] * _spread(np.asarray(x_scale), values[0].shape[-1], -1)
+    rows = _spread(np.asarray(w_scale), values[1].shape[0], 0)
+    y: Result = a @ (values[1] * _spread(rows, values[1].shape[1], 1)).T
+    return y if bias is None else y + _float64(bias)
+
+
+def _values(codes: Array) -> Result:
+    import ml_dtypes
+
+    codes = np.asarray(codes)
+    return _float64(codes.view(ml_dtypes.float8_e4m3fn) if codes.dtype == np.uint8 else codes)
+
+
+def _spread(scale: Array, extent: int, axis: int) -> Result:
+    """A scale for every element of an axis that it has one for all of, or one for each 128 of."""
+    if scale.shape[axis] == 1:
+        return _float64(scale)
+    return _float64(np.repeat(scale, 128, axis).take(range(extent), axis))
+
+
 def gelu(x: Array) -> Result:
     """x Phi(x) with the normal distribution's Phi(x) = (1 + erf(x / sqrt(2))) / 2 (arXiv:1606.08415)."""
     v = _float64(x)

@@ -1,0 +1,144 @@
+// y[M, N] = x[M, K] w[N, K]^T + bias[N] of e4m3 codes with scales of blocks, on Hopper (sm_90a).
+//
+//   y[m, n] = sum over k of x[m, k] x_scale[m, k / 128] w[n, k] w_scale[n / 128, k / 128]
+//
+// as DeepSeek-V3's weights and activations are quantised (arXiv:2412.19437, 3.3); a scale a row, or one in all, is a
+// stride of zero. Roles, ring, order of tiles and launch are those of gemm/hopper/linear.cu, in its cooperative form.
+//
+// Sums.    A stage is 128 elements of K, which have one scale. Its four products go into accumulators of their own, and
+//          those, times both scales, are added to the tile's sums in fp32: the tensor core adds e4m3 products with 14
+//          bits or so, which would be too few along K. While one consumer adds, the other multiplies.
+// Traffic. As there, of half as many bytes; 4 bytes of scales for each 128 of x.
+//
+// Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kHasBias, kTmaStore,
+//   kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
+// Boxes: x_map 128 x kBlockM, w_map 128 x kBlockN, y_map 64 x 16, unused without kTmaStore.
+// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
+#include "common/stage_ring.cuh"
+#include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "gemm/hopper/epilogue.cuh"
+#include "gemm/hopper/row_norm.cuh"
+#include "gemm/hopper/tiles.cuh"
+#include "gemm/rasterize.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+using namespace cki;
+
+constexpr int kConsumers = 2;
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kScaledDepth = 128;  // elements of K with one scale: a stage, and a row of it
+constexpr int kStepDepth = 32;     // of one product
+static_assert(kBlockM == 64 * kConsumers, "a consumer has one wgmma tile");
+static_assert(kBlockN == kScaledDepth, "a tile's columns have one scale");
+
+struct Rules {
+  static constexpr gemm::Activation kActivation = gemm::Activation::kNone;
+  static constexpr bool kHasBias = ::kHasBias, kHasResidual = false, kTmaStore = ::kTmaStore;
+  static constexpr bool kGated = false, kStatistics = false;
+  static constexpr gemm::RowNorm kRowNorm = gemm::RowNorm::kNone;
+  static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = 1;
+};
+
+using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
+using Ring = StageRing<kStages>;
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    linear_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+               const __grid_constant__ TensorMap y_map, const float* x_scale, const float* w_scale, const Bias* bias,
+               Element* y, int rows, int columns, int depth, i64 x_scale_row, i64 x_scale_k, i64 w_scale_n,
+               i64 w_scale_k, i64 bias_stride, i64 y_stride, i64 y_column_stride) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  const int tiles_m = (rows + kBlockM - 1) / kBlockM, tiles_n = (columns + kBlockN - 1) / kBlockN;
+  const int tiles = tiles_m * tiles_n, k_tiles = (depth + kScaledDepth - 1) / kScaledDepth;
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+
+  Ring ring(smem + Layout::kRing);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&x_map);
+    ptx::prefetch_tensormap(&w_map);
+    if constexpr (kTmaStore) ptx::prefetch_tensormap(&y_map);
+    ring.initialise(4 * kConsumers);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x >= 32 || !ptx::elect_one()) return;
+    ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();
+    for (int number = block; number < tiles; number += blocks) {
+      const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+      for (int k = 0; k < k_tiles; ++k) {
+        ring.wait_empty();
+        unsigned char* stage = smem + ring.stage * Layout::kStageBytes;
+        u64* full = ring.full + ring.stage;
+        ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
+        ptx::tma_load_2d(stage, &x_map, full, k * kScaledDepth, tile.m * kBlockM);
+        ptx::tma_load_2d(stage + Layout::kBytesX, &w_map, full, k * kScaledDepth, tile.n * kBlockN);
+        ring.advance();
+      }
+    }
+    return;
+  }
+
+  ptx::setmaxnreg_inc<kConsumerRegisters>();
+  ptx::griddepcontrol_wait();
+  const int consumer = warpgroup - 1;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+  const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + consumer * 64 * gemm::kSpan);
+  const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + Layout::kBytesX);
+  gemm::OutputBuffers buffers{smem + Layout::kOutput +
+                              (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
+  const gemm::Result<Element, Bias> result = {
+      bias, kVectorBias == 2 ? 1 : bias_stride, {nullptr, {0}, 1},
+      {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride}, &y_map, rows, columns, 0, 0, nullptr, nullptr};
+
+  for (int number = block; number < tiles; number += blocks) {
+    const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+    const int first_row = tile.m * kBlockM + consumer * 64 + warp * 16, first_column = tile.n * kBlockN;
+    gemm::prefetch_inputs<Rules, 1, kBlockN>(result, first_row, first_column);
+    const float* x_scales[2];  // of the lane's two rows
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      x_scales[half] = x_scale + min(first_row + lane / 4 + half * 8, rows - 1) * x_scale_row;
+    }
+    const float* w_scales = w_scale + tile.n * w_scale_n;
+    float sum[1][kBlockN / 2] = {};
+    float x_next[2] = {*x_scales[0], *x_scales[1]}, w_next = *w_scales;  // a stage ahead
+    for (int k = 0; k < k_tiles; ++k) {
+      ring.wait_full();
+      float part[kBlockN / 2];
+      ptx::wgmma_fence();
+      const u32 stage = static_cast<u32>(ring.stage * Layout::kStageBytes);
+#pragma unroll
+      for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
+        const u32 at = stage + static_cast<u32>(step * kStepDepth);
+        ptx::wgmma<kBlockN, e4m3>(part, wgmma_descriptor_advance(x_at, at), wgmma_descriptor_advance(w_at, at),
+                                  step > 0);
+      }
+      ptx::wgmma_commit_group();
+      const float factor[2] = {x_next[0] * w_next, x_next[1] * w_next};
+      const int ahead = min(k + 1, k_tiles - 1);
+      x_next[0] = x_scales[0][ahead * x_scale_k];
+      x_next[1] = x_scales[1][ahead * x_scale_k];
+      w_next = w_scales[ahead * w_scale_k];
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_fence_registers(part);
+      ring.release();
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) sum[0][i] = fmaf(part[i], factor[i / 2 % 2], sum[0][i]);
+    }
+    gemm::SlabInputs<Rules, Element, Bias> inputs;
+    inputs.load(result, first_row, first_column);
+    gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, gemm::RowMoments<1>{});
+  }
+  if constexpr (kTmaStore) buffers.drain();
+}

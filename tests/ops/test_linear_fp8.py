@@ -1,0 +1,116 @@
+"""Linear layers of e4m3 codes with block scales, against float64 on what the codes stand for."""
+
+from __future__ import annotations
+
+import contextlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cki
+import cki.reference
+import cki.sim
+from cki import dtypes
+from cki.device import sim_device
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from cki.operand import dense
+from cki.ops.linear_fp8 import plan_linear_fp8
+from tests.compare import assert_close
+from tests.ops.linear_cases import BF16, F16, F32, normal
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@pytest.fixture
+def hopper(device):
+    if device.info.arch != "sm_90a":
+        pytest.skip("the kernel is sm_90a's")
+    return device
+
+
+def codes(shape, seed):
+    """Codes as bits, and scales for each 128 of the last axis."""
+    values = normal(shape, F32, seed)
+    return values.astype(E4M3).view(np.uint8)
+
+
+def scales(shape, seed):
+    return np.exp2(np.random.default_rng(seed).integers(-6, 3, shape) + 0.3).astype(np.float32)
+
+
+def check(device, x, x_scale, w, w_scale, bias=None, out_dtype="bf16"):
+    tensors = [None if t is None else device.array(t) for t in (x, x_scale, w, w_scale, bias)]
+    got = device.numpy(cki.linear_fp8(*tensors, out_dtype=out_dtype))
+    truth = cki.reference.linear_fp8(x, x_scale, w, w_scale, bias)
+    dtype = BF16 if out_dtype == "bf16" else F16
+    assert got.dtype == dtype
+    assert_close(got, truth, truth.astype(np.float32).astype(dtype))
+    return got
+
+
+# Ends of tiles on all axes; a part of a stage; one row; columns that TMA cannot store; several rounds of the ring.
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "out_dtype"),
+    [(130, 272, 264, "bf16"), (1, 16, 8, "f16"), (70, 1040, 129, "bf16"), (200, 128, 40, "f16")],
+)
+def test_extents(hopper, rows, depth, columns, out_dtype):
+    x, w, blocks = codes((rows, depth), 1), codes((columns, depth), 2), -(-depth // 128)
+    x_scale, w_scale = scales((rows, blocks), 3), scales((-(-columns // 128), blocks), 4)
+    check(hopper, x, x_scale, w, w_scale, normal((columns,), F32, 5), out_dtype)
+
+
+def test_scales_of_rows_and_of_all(hopper):
+    x, w = codes((100, 272), 1), codes((136, 272), 2)
+    check(hopper, x, scales((100, 1), 3), w, scales((1, 1), 4))
+
+
+def test_scales_as_quantize_fp8_stores_them_transposed(hopper):
+    x, w = normal((2, 70, 256), BF16, 1), codes((128, 256), 2)
+    quantised, x_scale = cki.quantize_fp8(hopper.array(x), granularity="block128", out_dtype="uint8")
+    w_scale = scales((1, 2), 4)
+    y = hopper.numpy(cki.linear_fp8(quantised, x_scale, hopper.array(w), hopper.array(w_scale)))
+    flat = hopper.numpy(quantised).reshape(140, 256), hopper.numpy(x_scale).reshape(140, 2)
+    truth = cki.reference.linear_fp8(*flat, w, w_scale).reshape(2, 70, 128)
+    assert_close(y, truth, truth.astype(BF16))
+    transposed = np.ascontiguousarray(flat[1].T)
+    again = cki.linear_fp8(
+        *map(hopper.array, (flat[0],)), hopper.array(transposed).T, hopper.array(w), hopper.array(w_scale)
+    )
+    assert np.array_equal(hopper.numpy(again).reshape(y.shape), y)
+
+
+def test_the_same_bits_in_every_order(hopper):
+    x, w = codes((150, 400), 1), codes((140, 400), 2)
+    given = [hopper.array(t) for t in (x, scales((150, 4), 3), w, scales((2, 4), 4))]
+    results = []
+    for seed in range(2):
+        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
+        with checks if hopper.kind == "sim" else contextlib.nullcontext():
+            results.append(hopper.numpy(cki.linear_fp8(*given)))
+    assert np.array_equal(*results)
+
+
+def test_bad_arguments(device):
+    x, w = device.array(codes((4, 256), 1)), device.array(codes((8, 256), 2))
+    x_scale, w_scale = device.array(scales((4, 2), 3)), device.array(scales((1, 2), 4))
+    with pytest.raises(
+        InvalidArgumentError, match=r"(?s)out_dtype is 'f32'.*x_scale has shape.*w_scale has shape"
+    ):
+        cki.linear_fp8(
+            x, device.array(scales((4, 3), 3)), w, device.array(scales((2, 2), 3)), out_dtype="f32"
+        )
+    with pytest.raises(InvalidTypeError, match="x is f16"):
+        cki.linear_fp8(device.array(normal((4, 256), F16)), x_scale, w, w_scale)
+    with pytest.raises(InvalidArgumentError, match="w of shape"):
+        cki.linear_fp8(x, x_scale, device.array(codes((8, 128), 2)), w_scale)
+
+
+@pytest.mark.parametrize(
+    ("arch", "depth", "words"), [("sm_80", 256, "needs sm_90a"), ("sm_90a", 250, "multiples of 16")]
+)
+def test_obstacles(arch, depth, words):
+    x, w = dense("x", (64, depth), dtypes.e4m3), dense("w", (64, depth), dtypes.e4m3)
+    x_scale, w_scale = dense("xs", (64, 2), dtypes.f32), dense("ws", (1, 2), dtypes.f32)
+    with pytest.raises(UnsupportedError, match=words):
+        plan_linear_fp8(x, x_scale, w, w_scale, None, dense("y", (64, 64), dtypes.bf16), sim_device(arch))
