@@ -127,8 +127,8 @@ class DecodeConfig:
         return rings + rows * row_bytes + self.schedule_bytes(shape.batch)
 
     def schedule_bytes(self, batch: int) -> int:
-        """Bytes of the line of work, in both launches."""
-        return (2 * (batch if self.split else 1) + 1) * 4
+        """Bytes of the line of work, in both launches: two numbers a sequence, one a warp."""
+        return (2 * (batch if self.split else 1) + 1 + max(self.warps, MERGE_WARPS)) * 4
 
 
 def padded_dim(dim: int, itemsize: int) -> int:

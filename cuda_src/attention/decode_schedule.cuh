@@ -69,7 +69,8 @@ __device__ __forceinline__ bool dealing_pays(int tiles, int batch, int slack) {
 
 enum class Order { kLine, kDealt, kAlone };
 
-// The division. kLine: the tables keys_of and before (tiles of the sequences before, once) are shared memory. In the other
+// The division. kLine: the tables keys_of and before (tiles of the sequences before, once; then a number for each warp) are
+// shared memory. In the other
 // orders a block has one sequence, `base`, and `groups` are those of it.
 template <Order kOrderOfTiles>
 struct Schedule {
@@ -103,19 +104,30 @@ struct Schedule {
   __device__ __forceinline__ void measure(const Lengths& lengths, int of_lane) {
     const int thread = static_cast<int>(threadIdx.x);
     if (sequences <= 32) {
-      if (thread < 32) add_up(lengths, thread, of_lane, 0);
-    } else {
-      for (int i = thread; i < sequences; i += kThreads) keys_of[i] = lengths.keys(i);  // all loads at once
-      __syncthreads();
       if (thread < 32) {
-        int sum = 0;
-        for (int first = 0; first < sequences; first += 32) {
-          const int i = first + thread;
-          sum = add_up(lengths, i, i < sequences ? keys_of[i] : 0, sum);
-        }
+        const int tiles = thread < sequences ? lengths.tiles(of_lane) : 0;
+        enter(thread, of_lane, sum_up_to_lane(tiles));
       }
+      __syncthreads();
+      return;
     }
-    __syncthreads();
+    int* totals = before + sequences + 1;  // of the warps
+    int all_before = 0;
+#pragma unroll 1
+    for (int first = 0; first < sequences; first += kThreads) {
+      const int i = first + thread;
+      const int count = i < sequences ? lengths.keys(i) : 0;
+      int running = all_before + sum_up_to_lane(i < sequences ? lengths.tiles(count) : 0);
+      if (thread % 32 == 31) totals[thread / 32] = running - all_before;
+      __syncthreads();
+#pragma unroll
+      for (int warp = 0; warp < kThreads / 32; ++warp) {
+        if (warp < thread / 32) running += totals[warp];
+        all_before += totals[warp];
+      }
+      enter(i, count, running);
+      __syncthreads();
+    }
   }
 
   // Cuts the line for the groups of blocks; none gets less than `least` positions. kDealt: deals `least` tiles at once.
@@ -177,22 +189,23 @@ struct Schedule {
   }
 
  private:
-  // Enters lane's sequence i of `count` keys, behind `sum` tiles, into the tables; returns the tiles behind all 32.
-  template <class Lengths>
-  __device__ __forceinline__ int add_up(const Lengths& lengths, int i, int count, int sum) {
-    int running = i < sequences ? lengths.tiles(count) : 0;
-#pragma unroll 1
-    for (int distance = 1; distance < 32 && distance < sequences; distance *= 2) {
-      const int lower = __shfl_up_sync(kFullWarp, running, distance);
-      if (static_cast<int>(threadIdx.x) >= distance) running += lower;
+  // The sum of what the lanes up to this one hold.
+  static __device__ __forceinline__ int sum_up_to_lane(int value) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int lower = __shfl_up_sync(kFullWarp, value, distance);
+      if (static_cast<int>(threadIdx.x % 32) >= distance) value += lower;
     }
-    running += sum;
+    return value;
+  }
+
+  // Enters sequence i, of `count` keys, into the tables; end: tiles of all up to it.
+  __device__ __forceinline__ void enter(int i, int count, int end) const {
     if (i < sequences) {
       keys_of[i] = count;
-      before[i + 1] = running;
+      before[i + 1] = end;
     }
     if (i == 0) before[0] = 0;
-    return __shfl_sync(kFullWarp, running, 31);
   }
 };
 

@@ -164,6 +164,16 @@ def test_skewed_batch(device):
     check_paged(device, queries(8, 1, 2, 16, BF16), cache, table, lengths)
 
 
+@pytest.mark.parametrize("merge", ["here", "launch"])
+def test_more_sequences_than_threads(device, merge):
+    """Their lengths are added up in several rounds."""
+    lengths = [(7 * i) % 41 for i in range(150)]
+    cache, table = paged_cache(lengths, 16, 1, 16, F16)
+    counters = device.array(np.zeros(150 * 2, np.uint32)) if merge == "here" else None
+    run = configured(counters, groups=7, together=1, warps=2, stages=2)
+    check_paged(device, queries(150, 1, 2, 16, F16), cache, table, lengths, run=run)
+
+
 def test_many_sequences(device):
     """More than the division among blocks takes."""
     lengths = [i % 3 for i in range(1100)]
