@@ -9,7 +9,7 @@ import cki
 from cki import reference
 from cki.memory import PagedKVCache
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, DTYPES, F16, normal
+from tests.ops.attention_cases import BF16, DTYPES, F16, normal, plain
 from tests.ops.paged_cases import E4M3, check_paged, configured, paged_cache, plain_paged
 
 
@@ -289,6 +289,33 @@ def test_offsets_beyond_32_bits(device):
     assert_close(
         out, reference.paged_attention(q, small, table * 0, [10]), plain_paged(q, small, table * 0, [10])[0]
     )
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_window_runs_on_in_few_blocks(device, block_size):
+    """Blocks behind the window are given up and used again by either sequence while both go on."""
+    cache = PagedKVCache(
+        1, 20 // block_size + 5, block_size=block_size, num_kv_heads=1, head_dim=16, dtype="f16", max_sequences=2,
+        max_blocks_per_sequence=80 // block_size, window_left=9,
+    )  # fmt: skip
+    sequences = [cache.allocate_sequence(), cache.allocate_sequence()]
+    history = normal((2, 2, 80, 1, 16), F16, 5)  # keys and values of each sequence
+    used: set[int] = set()
+    for begin, count in ((0, 7), *((7 + 3 * i, 3) for i in range(20))):
+        step = cache.prepare_step(sequences, count)
+        new = history[:, :, begin : begin + count]
+        cki.append_kv(*(device.array(np.concatenate(t)) for t in new), cache.layer(0), step.slot_mapping)
+        used.update(block for sequence in sequences for block in cache.blocks(sequence))
+        q = queries(2, count, 2, 16, F16)
+        out = cki.paged_attention(
+            device.array(q), cache.layer(0), step.block_table, step.seq_lens, window=(9, 0)
+        )
+        k, v = history[:, :, : begin + count]
+        assert_close(
+            device.numpy(out), reference.attention(q, k, v, causal=True, window=(9, -1)),
+            plain(q, k, v, causal=True, window=(9, -1))[0],
+        )  # fmt: skip
+    assert len(used) <= cache.num_blocks < 2 * 67 / block_size
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
