@@ -1,0 +1,166 @@
+"""Host cost of a call in each framework: fused attention and layer norm beside the framework's own small operation.
+
+    python bench/host_cost.py [--framework tensorflow ...]
+
+The tensors are small (2 x 16 tokens of width 1024, bf16), so that the device is never what is waited for: the time is
+what Python, the framework, CKI and the driver take to enqueue a call.  "small op" is a multiplication by two in the
+same mode.  `limit_us` is the project's budget: 10 us for a call in eager PyTorch; in TensorFlow, above the small op,
+45 us in eager mode and 100 us in a tf.function.  Frameworks that are not installed, or see no GPU, are named and left
+out.  Method: wall clock of loops of 200 calls (bench/common.py, `host_time`): median and 90th percentile of loops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import common
+import numpy as np
+
+import cki
+
+BATCH, TOKENS, WIDTH, HEADS = 2, 16, 1024, 16
+#: All frameworks of one process share the GPU.
+_SETTINGS = {
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+
+class Case(NamedTuple):
+    """One call.  limit_us: its budget.  is_above_small: the budget counts from the small op of the same mode."""
+
+    mode: str
+    name: str
+    call: Callable[[], object]
+    limit_us: float | None = None
+    is_above_small: bool = False
+
+
+class Absent(Exception):
+    """Why a framework cannot be measured here."""
+
+
+def inputs() -> dict[str, np.ndarray]:
+    """Arrays in fp32; every framework makes bf16 tensors of them (CuPy fp16, which it has)."""
+    rng = np.random.default_rng(0)
+    square = (WIDTH, WIDTH)
+    arrays = {name: rng.standard_normal(square, np.float32) / 32 for name in ("wq", "wk", "wv", "wo")}
+    x = rng.standard_normal((BATCH, TOKENS, WIDTH), np.float32)
+    return {"x": x, **arrays, "gamma": np.ones(WIDTH, np.float32), "beta": np.zeros(WIDTH, np.float32)}
+
+
+def calls_of(tensors: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
+    """The measured operations as functions of x."""
+    weights = [tensors[name] for name in ("wq", "wk", "wv", "wo", "gamma", "beta")]
+    gamma, beta = weights[4:]
+
+    def attention(x: Any) -> Any:
+        return cki.fused_attention(x, *weights, num_heads=HEADS, head_dim=WIDTH // HEADS)
+
+    def norm(x: Any) -> Any:
+        return cki.layer_norm(x, gamma, beta)
+
+    return {"small op": lambda x: x * 2, "cki.fused_attention": attention, "cki.layer_norm": norm}
+
+
+def in_mode(
+    mode: str, tensors: dict[str, Any], wrap: Callable[[Any], Any], limit_us: float | None, is_above: bool
+) -> Iterator[Case]:
+    """Cases of one mode: each operation wrapped (compiled), on the same x."""
+    x = tensors["x"]
+    for name, function in calls_of(tensors).items():
+        wrapped = wrap(function)
+        limit = None if name == "small op" else limit_us
+        yield Case(mode, name, lambda wrapped=wrapped: wrapped(x), limit, is_above)  # type: ignore[misc]
+
+
+def torch_cases() -> Iterator[Case]:
+    """Eager PyTorch, and torch.compile."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Absent("it sees no GPU")
+    tensors = {name: torch.from_numpy(a).to("cuda", torch.bfloat16) for name, a in inputs().items()}
+    yield from in_mode("torch eager", tensors, lambda function: function, 10.0, False)
+    yield from in_mode("torch.compile", tensors, lambda f: torch.compile(f, fullgraph=True), None, False)
+
+
+def jax_cases() -> Iterator[Case]:
+    """jax.jit."""
+    import jax
+    import jax.numpy as jnp
+
+    if jax.default_backend() not in ("gpu", "cuda"):
+        raise Absent("it sees no GPU")
+    tensors = {name: jnp.asarray(a, jnp.bfloat16) for name, a in inputs().items()}
+    yield from in_mode("jax.jit", tensors, jax.jit, None, False)
+
+
+def tensorflow_cases() -> Iterator[Case]:
+    """TensorFlow in eager mode, in a tf.function, and compiled by XLA."""
+    import tensorflow as tf
+
+    if not tf.config.list_physical_devices("GPU"):
+        raise Absent("it sees no GPU")
+    with tf.device("GPU:0"):
+        tensors = {name: tf.cast(tf.constant(a), tf.bfloat16) for name, a in inputs().items()}
+    yield from in_mode("tf eager", tensors, lambda function: function, 45.0, True)
+    yield from in_mode("tf.function", tensors, tf.function, 100.0, True)
+    yield from in_mode("tf jit_compile", tensors, lambda f: tf.function(f, jit_compile=True), None, False)
+
+
+def cupy_cases() -> Iterator[Case]:
+    """CuPy."""
+    import cupy
+
+    tensors = {name: cupy.asarray(a).astype(cupy.float16) for name, a in inputs().items()}
+    yield from in_mode("cupy", tensors, lambda function: function, 10.0, False)
+
+
+MAKERS = {"torch": torch_cases, "jax": jax_cases, "tensorflow": tensorflow_cases, "cupy": cupy_cases}
+
+
+def measure(framework: str) -> list[dict[str, object]]:
+    """Rows of one framework."""
+    rows, small_us = [], 0.0
+    dtype = "f16" if framework == "cupy" else "bf16"
+    for case in MAKERS[framework]():
+        timing = common.host_time(case.call)
+        if case.name == "small op":
+            small_us = timing.median_us
+        above = timing.median_us - small_us
+        spent = above if case.is_above_small else timing.median_us
+        rows.append(common.row(
+            "host cost", f"batch={BATCH} tokens={TOKENS} width={WIDTH}", dtype, f"{case.mode}: {case.name}", timing,
+            version=sys.modules[framework].__version__, above_small_us=round(above, 2), limit_us="" if case.limit_us is None else case.limit_us,
+            within_limit="" if case.limit_us is None else ("yes" if spent <= case.limit_us else "NO"),
+        ))  # fmt: skip
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--framework", choices=tuple(MAKERS), action="append", help="default: all")
+    options = parser.parse_args(argv)
+    common.require_gpu()
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    for framework in options.framework or list(MAKERS):
+        try:
+            rows = measure(framework)
+        except (ImportError, Absent) as error:
+            print(f"{framework}: not measured, {error}")
+        else:  # one file each: some frameworks want processes, or environments, of their own
+            common.write_csv(f"host_cost_{framework}", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
