@@ -39,7 +39,7 @@ from cki.tensor import DeviceId, TensorView
 
 _IN_GRAPH = (
     "CKI was called inside a tf.function or a Keras functional graph",
-    "only operations of CKI's table and those of cki.adapters.tensorflow.own_operation become part of a graph",
+    "only CKI's operations become part of a graph, and a kernel of your own as cki.load(...).operation(rule)",
 )
 
 

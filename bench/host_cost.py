@@ -137,7 +137,8 @@ def measure(framework: str) -> list[dict[str, object]]:
         spent = above if case.is_above_small else timing.median_us
         rows.append(common.row(
             "host cost", f"batch={BATCH} tokens={TOKENS} width={WIDTH}", dtype, f"{case.mode}: {case.name}", timing,
-            version=sys.modules[framework].__version__, above_small_us=round(above, 2), limit_us="" if case.limit_us is None else case.limit_us,
+            version=sys.modules[framework].__version__, above_small_us=round(above, 2),
+            limit_us="" if case.limit_us is None else case.limit_us,
             within_limit="" if case.limit_us is None else ("yes" if spent <= case.limit_us else "NO"),
         ))  # fmt: skip
     return rows
