@@ -55,8 +55,28 @@ def bind(spec: OpSpec, inputs: Sequence[Any], attributes: Sequence[Any]) -> Any:
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         results = primitive.bind(*arrays, **parameters)
     else:  # JAX's fast way of a compiled call, which there is not from inside `bind`
-        results = _compiled(tuple(parameters.items()))(*arrays)
+        try:
+            results = _compiled(tuple(parameters.items()))(*arrays)
+        except ValueError:
+            _refuse_mixed_devices(spec, given)
+            raise
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _refuse_mixed_devices(spec: OpSpec, given: Sequence[tuple[str, Any]]) -> None:
+    """Raise InvalidArgumentError, in the words of other frameworks, for arrays of different devices."""
+    places = {name: ", ".join(sorted(_place(device) for device in array.devices())) for name, array in given}
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} is on {place}" for name, place in places.items())
+        raise InvalidArgumentError(
+            f"{spec.name}: unusable tensors",
+            [f"tensors on different devices: {listed}"],
+            "all tensors on one device",
+        ) from None
+
+
+def _place(device: Any) -> str:
+    return f"{'cpu' if device.platform == 'cpu' else 'cuda'}:{device.local_hardware_id or 0}"
 
 
 def _element(name: str, tensor: Any) -> str:

@@ -67,7 +67,10 @@ def check_driver_version(number: int, compiler_version: tuple[int, int] | None =
 def error_text(status: Any) -> str:
     """A driver status in words: CUDA_ERROR_INVALID_VALUE (invalid argument)."""
     _, words = api().cuGetErrorString(status)
-    return f"{status.name} ({words.decode() if words else 'unknown'})"
+    text = f"{status.name} ({words.decode() if words else 'unknown'})"
+    if status.name == "CUDA_ERROR_NOT_INITIALIZED":
+        text += ": a process forked after CUDA was used cannot use it; start processes with spawn"
+    return text
 
 
 def _value(result: tuple[Any, ...]) -> Any:

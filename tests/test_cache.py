@@ -85,6 +85,7 @@ def test_key_sees_header_constants_arch_and_compiler(
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "garbage"])
 def test_damaged_file_is_compiled_again_and_replaced(fresh: Path, tmp_path: Path, damage: str) -> None:
+    """Interop case processes_share_the_kernel_cache: a broken entry is rebuilt, not loaded."""
     spec = a_kernel(tmp_path)
     _, good = cache.get(spec, ARCH)
     (file,) = disk.KernelDirectory(fresh).entries()
@@ -123,6 +124,7 @@ def test_directory_that_cannot_be_made(
 
 
 def test_read_only_home(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    """Interop case processes_share_the_kernel_cache."""
     spec = a_kernel(tmp_path)
     cache.get(spec, ARCH)
     forget()
@@ -144,6 +146,7 @@ def test_read_only_home(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_full_disk_leaves_no_partial_file(tmp_path: Path) -> None:
+    """Interop case processes_share_the_kernel_cache."""
     a_kernel(tmp_path)
     # A file size limit makes the write fail half way, as a full disk does.
     result = run_python(
@@ -216,6 +219,7 @@ def test_lock_is_released_though_a_child_was_forked_meanwhile(fresh: Path) -> No
 
 
 def test_many_processes_compile_once(tmp_path: Path) -> None:
+    """Interop case processes_share_the_kernel_cache: eight start at once, each kernel is compiled once."""
     a_kernel(tmp_path)
     code = f"""
     from cki import cache

@@ -1,7 +1,6 @@
-"""The eighteen interoperability facts that public bug reports teach, and the test that shows each of them.
+"""The eighteen interoperability facts that public bug reports teach, and the tests that show each of them.
 
-`CASES` maps a fact to its tests; `LATER` lists what belongs to a part of CKI that does not exist yet, with the reason.
-Both are checked: a named test must exist and say the fact's name.
+`CASES` maps a fact to its tests: each must exist and say the fact's name.
 """
 
 from __future__ import annotations
@@ -35,12 +34,16 @@ CASES = {
     "kernel_on_the_callers_stream": ["test_gpu.py::test_torch_call_runs_on_the_current_stream",
                                      "test_gpu.py::test_cupy_call_runs_on_the_current_stream"],
     "tensorflow_streams": ["test_gpu_tensorflow.py::test_hundred_calls_in_a_row_without_synchronising"],
-    "second_gpu_while_device0_current": ["test_gpu.py::test_tensors_on_the_second_gpu_while_the_first_is_current"],
+    "second_gpu_while_device0_current": ["test_gpu.py::test_tensors_on_the_second_gpu_while_the_first_is_current",
+                                         "test_two_gpus.py::test_torch_tensors_on_the_second_gpu",
+                                         "test_two_gpus.py::test_cupy_arrays_on_the_second_gpu"],
     "mixed_devices": ["test_adapter.py::test_mixed_devices_name_each_argument",
                       "test_calls.py::test_cpu_tensors_on_the_cuda_device_are_refused",
                       "test_gpu.py::test_cpu_tensors_beside_gpu_tensors_are_refused",
-                      "test_gpu.py::test_tensors_on_two_gpus_are_refused"],
-    "current_device_not_changed": ["test_gpu.py::test_device_and_stream_are_left_as_they_were"],
+                      "test_gpu.py::test_tensors_on_two_gpus_are_refused",
+                      "test_two_gpus.py::test_mixed_gpus_are_refused_by_name"],
+    "current_device_not_changed": ["test_gpu.py::test_device_and_stream_are_left_as_they_were",
+                                   "test_two_gpus.py::test_cupy_arrays_on_the_second_gpu"],
     "bool_mask_dtype": ["test_calls.py::test_boolean_masks_of_either_type_give_the_same"],
     "jax_layout_from_strided": ["test_jax.py::test_layouts_other_than_row_major_have_their_strides",
                                 "test_calls.py::test_column_major_jax_arrays_are_read_by_their_strides",
@@ -48,19 +51,20 @@ CASES = {
     "graph_capture_no_allocation": ["test_gpu.py::test_torch_first_call_inside_a_capture"],
     "import_is_inert": ["test_adapter.py::test_adapters_import_only_the_framework_of_the_tensor",
                         "test_interop_cases.py::test_import_then_fork_then_call",
-                        "test_interop_cases.py::test_import_before_and_after_torch"],
+                        "test_interop_cases.py::test_import_before_and_after_torch",
+                        "test_gpu_pipelines.py::test_a_child_forked_after_cuda_was_used_says_so"],
     "dropout_not_silently_constant": ["test_interop_cases.py::test_dropout_is_no_argument"],
+    "processes_share_the_kernel_cache": ["../test_cache.py::test_many_processes_compile_once",
+                                         "../test_cache.py::test_damaged_file_is_compiled_again_and_replaced",
+                                         "../test_cache.py::test_read_only_home",
+                                         "../test_cache.py::test_full_disk_leaves_no_partial_file"],
+    "torch_compile_opaque_op": ["test_torch_ops.py::test_public_functions_compile_to_one_graph",
+                                "test_torch_ops.py::test_inductor_with_a_dynamic_batch_compiles_once"],
 }  # fmt: skip
-
-LATER = {
-    "processes_share_the_kernel_cache": "a fact of the kernel cache, not of the adapters: tests/test_cache.py",
-    "torch_compile_opaque_op": "needs the registration of CKI's operations with torch.library",
-}
 
 
 def test_all_eighteen_facts_are_in_the_table():
-    assert len(CASES) + len(LATER) == 18
-    assert not set(CASES) & set(LATER)
+    assert len(CASES) == 18
 
 
 @pytest.mark.parametrize("fact", CASES)

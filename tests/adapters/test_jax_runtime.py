@@ -233,7 +233,11 @@ there = jax.device_put(x, jax.devices()[1])
 y = jax.jit(lambda x: cki.layer_norm(x, w))(there)
 assert y.devices() == {jax.devices()[1]}
 np.testing.assert_array_equal(y, wanted)
-print("right")
+try:
+    cki_jax.layer_norm(there, jax.device_put(w, jax.devices()[0]))
+except cki.CkiError as error:
+    assert "x is on cpu:1, weight is on cpu:0" in str(error)
+    print("right")
 """
 
 

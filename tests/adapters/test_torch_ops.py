@@ -142,6 +142,7 @@ def model_of_all(x, w, square, q, k, offsets, new, k_cache, v_cache, table, leng
 
 
 def test_public_functions_compile_to_one_graph():
+    """Interop case torch_compile_opaque_op: with fullgraph=True."""
     def arguments():
         return (
             normal(3, 64), normal(64), normal(64, 64), normal(2, 5, 4, 16), normal(2, 5, 2, 16),
@@ -166,6 +167,7 @@ class Block(torch.nn.Module):
 
 
 def test_inductor_with_a_dynamic_batch_compiles_once():
+    """Interop case torch_compile_opaque_op: dynamic shapes."""
     block = Block()
     with cki.device("sim"), torch.no_grad():
         compiled = torch.compile(block, fullgraph=True, dynamic=True)
