@@ -78,6 +78,9 @@ def _culprit(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _is_library(path: str) -> bool:
-    return path.startswith((_PACKAGE + os.sep, _ADAPTERS + os.sep)) or any(
-        path.startswith(folder + os.sep) for folder in _LIBRARIES
+    # Compiled modules of Cython name their sources by paths that are relative to where they were built.
+    return (
+        path.endswith((".pyx", ".pxd", ".pxi"))
+        or path.startswith((_PACKAGE + os.sep, _ADAPTERS + os.sep))
+        or any(path.startswith(folder + os.sep) for folder in _LIBRARIES)
     )

@@ -169,7 +169,10 @@ def waits(text: str, kind: type[RuntimeError]) -> None:
         ),
         (_DriverError, "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing"),
         (RuntimeError, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
-        (RuntimeError, "the current stream is capturing, so D2H transfers are disallowed"),  # CuPy's own check
+        (
+            RuntimeError,
+            "the current stream is capturing, so D2H transfers are disallowed",
+        ),  # CuPy's own check
     ],
 )
 def test_a_function_that_waits_is_refused_by_its_line(kind: type[RuntimeError], text: str) -> None:
@@ -187,6 +190,18 @@ def test_a_function_that_waits_is_refused_by_its_line(kind: type[RuntimeError], 
     assert first.rpartition(":")[0].endswith("test_graph.py")
     assert rest[0].strip() == "- there: raise kind(text)  # the line that waits"
     assert text.splitlines()[0] in rest[1]
+
+
+def test_lines_of_compiled_modules_are_not_the_user_s() -> None:
+    """CuPy's frames name their sources by relative paths, as if they lay in the user's folder."""
+    code = "def get(): raise RuntimeError('the current stream is capturing, so D2H transfers are disallowed')"
+    cython: dict[str, object] = {}
+    exec(compile(code, "cupy/cuda/memory.pyx", "exec"), cython)
+    with pytest.raises(RuntimeError) as raised:
+        cython["get"]()  # type: ignore[operator]  # the user's line
+    refusal = explained(raised.value, waits)
+    assert refusal is not None
+    assert str(refusal).splitlines()[1].strip() == '- there: cython["get"]()  # the user\'s line'
 
 
 @pytest.mark.parametrize(

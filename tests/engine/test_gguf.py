@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 
-import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -26,6 +25,8 @@ from tests.engine.model_files import (
     write_gguf,
 )
 from tests.engine.tiny import random_weights
+
+gguf = pytest.importorskip("gguf")
 
 #: A file with no tensor and one key, "k", up to the key's type.
 KEY = b"GGUF" + struct.pack("<IQQQ1s", 3, 0, 1, 1, b"k")

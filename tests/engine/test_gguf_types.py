@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 
 from cki.engine.gguf_types import OTHER_TYPES, TYPES, floats
+
+gguf = pytest.importorskip("gguf")
 
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
