@@ -69,7 +69,6 @@ class BlockAllocator:
         self._prompts: dict[int, tuple[list[bytes], int]] = {}
         # Rows that end within a block that was full, whose content is known, perhaps, until they write into it.
         self._cut_short: set[int] = set()
-        # What each row's digests begin with.
         self._first_digests = [b""] * max_sequences
 
     # ------------------------------------------------------------ counts
@@ -217,25 +216,27 @@ class BlockAllocator:
         self._free_rows.append(row)
         return freed
 
-    def truncate(self, sequence: int, length: int) -> int:
-        """Forget the tokens from `length` on, and blocks reserved behind; returns how many blocks became free.
+    def truncate(self, sequences: Sequences, lengths: int | Sequence[int] | np.ndarray) -> int:
+        """Forget the tokens from `lengths` on, and blocks reserved behind; returns how many blocks became free.
 
         The next `append` goes on from there; a block that others share is copied then.
         """
-        row, size = self._row(sequence), self.block_size
-        least, most = int(self.released[row]) * size, int(self.lengths[row])
-        if not is_integer(length) or not least <= length <= most:
-            raise InvalidArgumentError(
-                f"length={length!r} of sequence {sequence}, which holds {most} tokens",
-                hint=f"an integer from {least} to {most}",
+        rows, size = self.rows_of(sequences), self.block_size
+        lengths = token_counts(lengths, len(rows), "lengths")
+        least, most, held = self.released[rows] * size, self.lengths[rows], self.held[rows]
+        for i in np.flatnonzero((lengths < least) | (lengths > most)).tolist():
+            what = (
+                f"length={lengths[i]} of sequence {self._id_of(int(rows[i]))}, which holds {most[i]} tokens"
             )
-        kept = -(-length // size)
-        freed = self._leave(row, kept, self.held[row])
-        self.held[row], self.lengths[row] = kept, length
-        (self._cut_short.add if length % size else self._cut_short.discard)(row)
-        if row in self._prompts:
-            digests, published = self._prompts[row]
-            self._prompts[row] = digests[: length // size], min(published, length // size)
+            raise InvalidArgumentError(what, hint=f"an integer from {least[i]} to {most[i]}")
+        kept = -(-lengths // size)
+        freed = sum(self._leave(rows[i], kept[i], held[i]) for i in np.flatnonzero(held > kept).tolist())
+        self.held[rows], self.lengths[rows] = kept, lengths
+        self._cut_short.difference_update(rows[lengths < most].tolist())
+        self._cut_short.update(rows[(lengths < most) & (lengths % size > 0)].tolist())
+        for row in self._prompts.keys() & set(rows.tolist()):
+            (digests, published), full = self._prompts[row], int(self.lengths[row]) // size
+            self._prompts[row] = digests[:full], min(published, full)
             self._publish(row)
         return freed
 

@@ -30,14 +30,16 @@ def require_sizes(what: str, sizes: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(f"{what}: sizes out of range", problems, f"each {SIZE}")
 
 
-def token_counts(counts: int | Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+def token_counts(
+    counts: int | Sequence[int] | np.ndarray, length: int, what: str = "new tokens"
+) -> np.ndarray:
     """int64 [length]: a number of tokens for each sequence, from one number or `length` of them."""
     if is_integer(counts) and counts >= 0:  # type: ignore[operator]
         return np.full(length, counts, np.int64)
     array = np.asarray(counts)
     if (array.dtype.kind not in "iu" and array.size) or array.shape != (length,) or array.min(initial=0) < 0:
         raise InvalidArgumentError(
-            f"new tokens: {counts!r}", hint=f"one integer, 0 or more, for all sequences, or {length} of them"
+            f"{what}: {counts!r}", hint=f"one integer, 0 or more, for all sequences, or {length} of them"
         )
     return array.astype(np.int64)
 

@@ -234,13 +234,13 @@ class PagedKVCache:
         """
         return self._allocator.free(sequence, tokens)
 
-    def truncate(self, sequence: int, length: int) -> int:
-        """Forget a sequence's tokens from `length` on (drafts not accepted); returns how many blocks became free.
+    def truncate(self, sequences: Sequences, lengths: int | Sequence[int] | np.ndarray) -> int:
+        """Forget sequences' tokens from `lengths` on (drafts not accepted); returns how many blocks became free.
 
         The next step stores its tokens from there; blocks that were reserved for a prompt's rest are given up, too.
         """
-        freed = self._allocator.truncate(sequence, length)
-        self._tables.cut(int(self._allocator.rows_of(sequence)[0]))
+        freed = self._allocator.truncate(sequences, lengths)
+        self._tables.cut(self._allocator.rows_of(sequences))
         return freed
 
     def release_before(self, sequence: int, position: int) -> int:

@@ -58,9 +58,9 @@ class StepTables:
             }  # fmt: skip
         return self._views
 
-    def cut(self, row: int) -> None:
-        """The allocator's row has lost entries at its end: others will take their places."""
-        self._sent[row] = min(self._sent[row], self._allocator.held[row])
+    def cut(self, rows: np.ndarray) -> None:
+        """These rows of the allocator have lost entries at their ends: others will take their places."""
+        self._sent[rows] = np.minimum(self._sent[rows], self._allocator.held[rows])
 
     def upload(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, stream: int) -> None:
         """Fill and upload the tables of a step that gives rows of the allocator's table `counts` tokens each.

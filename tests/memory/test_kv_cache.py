@@ -246,8 +246,8 @@ def test_drafts_are_rolled_back(device: DeviceUnderTest) -> None:
         store(cache, cache.prepare_step([a, b], 5), values)
         for sequence, drafts, accepted in ((a, values[:5], round_ % 6), (b, values[5:], (round_ + 3) % 6)):
             expected[sequence] += drafts[:accepted]
-            cache.truncate(sequence, len(expected[sequence]))
-            assert len(cache.blocks(sequence)) == -(-len(expected[sequence]) // 2)
+        cache.truncate([b, a], [len(expected[b]), len(expected[a])])
+        assert [len(cache.blocks(s)) for s in (a, b)] == [-(-len(expected[s]) // 2) for s in (a, b)]
         assert stored(cache.prepare_step([a, b], 0), cache) == [expected[a], expected[b]]
 
 
