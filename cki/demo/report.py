@@ -112,12 +112,13 @@ def write_heat_map(path: Path, sentences: Sequence[str], similarity: Array, titl
 class Progress:
     """A bar on stderr while something takes long: redrawn on a terminal, a line every few seconds elsewhere.
 
+    total: the number of steps; while it is None, how many there will be is not known, and only what runs is shown.
     with Progress(total=8) as progress: progress.begin("layer 1"); ...; progress.begin("layer 2"); ...
     """
 
     SECONDS_BETWEEN_LINES = 5.0
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int | None, stream: TextIO | None = None) -> None:
         self.total = total
         self.begun = 0
         self.what = ""
@@ -149,8 +150,10 @@ class Progress:
     def _show(self) -> None:
         now = time.monotonic()
         done = max(self.begun - 1, 0)
-        filled = round(24 * done / max(self.total, 1))
-        line = f"[{'#' * filled}{'.' * (24 - filled)}] {self.begun}/{self.total} {self.what}"
+        line = self.what
+        if self.total is not None:
+            filled = round(24 * done / max(self.total, 1))
+            line = f"[{'#' * filled}{'.' * (24 - filled)}] {self.begun}/{self.total} {self.what}"
         if self.terminal:
             self.stream.write(f"\r\x1b[K{shorten(line, 100)} {now - self.start:.0f} s")
             self.stream.flush()

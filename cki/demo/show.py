@@ -94,7 +94,7 @@ def embed(model: MiniLM, tokens: Tokens, place: Place, dtype: str, *, build_only
     passes = 0 if build_only else 1 + EXTRA_PASSES[place.info.kind]
     seconds, launches = [0.0], 0
 
-    with cki.device(place.info.kind), report.Progress(1) as bar:
+    with cki.device(place.info.kind), report.Progress(None) as bar:
         start = time.perf_counter()
         bar.begin("loading weights")
         weights = {
@@ -103,7 +103,7 @@ def embed(model: MiniLM, tokens: Tokens, place: Place, dtype: str, *, build_only
         encoder = cki.Encoder.from_weights(weights, model.config)
         batches = [(rows, *_inputs(tokens, rows, place)) for rows in _batches(tokens)]
         with LaunchCounter(on_compiled=lambda source: bar.doing(f"built {source}")):
-            bar.total += sum(encoder.build(ids, mask, pooling="mean") for _, ids, mask in batches)
+            bar.total = bar.begun + sum(encoder.build(ids, mask, pooling="mean") for _, ids, mask in batches)
         build_seconds = time.perf_counter() - start
         for number in range(passes):
             with contextlib.ExitStack() as stack:

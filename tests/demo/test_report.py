@@ -88,3 +88,16 @@ def test_a_line_every_few_seconds_in_a_log_file(monkeypatch):
         "[........................] 1/4 layer 1",
         "[........................] 1/4 compiling",
     ]
+
+
+def test_no_bar_while_the_number_of_steps_is_unknown(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(report.Progress, "SECONDS_BETWEEN_LINES", 0.0)
+    with report.Progress(None, stream) as progress:
+        progress.begin("loading weights")
+        progress.doing("built kernel")
+        progress.total = 3
+        progress.begin("layer_norm")
+    assert stream.getvalue().splitlines() == [
+        "loading weights", "built kernel", "[########................] 2/3 layer_norm",
+    ]  # fmt: skip
