@@ -37,7 +37,8 @@ Prompt = str | Sequence[int]
 class Generation:
     """A request that was submitted.  Iterating it gives chunks as they come; `result` waits for all.
 
-    While one waits it runs the engine's steps, and so all other requests too.
+    While one waits it runs the engine's steps, and so all other requests too.  A request ends when nobody holds its
+    Generation any more.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -56,6 +57,9 @@ class Generation:
                     raise request.error
                 raise StopIteration
             self._engine.advance(request)
+
+    def __del__(self) -> None:
+        self._request.is_aborted = True
 
     @property
     def is_finished(self) -> bool:

@@ -52,6 +52,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._cache, self._limits = cache, limits
         self._seen_rows = list(range(limits.max_sequences))
+        # The first in line, and how many blocks were free when they were too few for it.
+        self._too_few: tuple[Request | None, int] = (None, 0)
 
     @property
     def has_work(self) -> bool:
@@ -65,14 +67,19 @@ class Scheduler:
         """Let waiting requests in, in their order, while the cache has room; returns them."""
         admitted = []
         while self.waiting and len(self.running) < self._limits.max_sequences:
-            request = self.waiting[0]
+            request, free = self.waiting[0], self._cache.blocks_free
+            if self._too_few[0] is request and free <= self._too_few[1]:
+                break
             try:
                 sequence = self._cache.allocate_sequence(request.tokens)
             except OutOfBlocksError:
+                self._too_few = request, free
                 break
             if self.running and self._cache.blocks_free < len(self.running):
                 self._cache.free_sequence(sequence)
+                self._too_few = request, free
                 break
+            self._too_few = None, 0
             self.waiting.popleft()
             request.sequence = sequence
             if request.cached_tokens < 0:

@@ -161,6 +161,16 @@ def test_aborted(llm):
     assert list(output.token_ids) == greedy(list(output.prompt_token_ids), len(output.token_ids))
 
 
+def test_a_request_that_nobody_holds_ends(llm):
+    generation = llm.submit(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(generation)
+    request = generation._request
+    del generation
+    llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))
+    assert request.finish_reason == "abort"
+    assert llm.model.cache.blocks_used == 0
+
+
 def test_requests_from_several_threads(llm):
     results: dict[int, tuple[int, ...]] = {}
 

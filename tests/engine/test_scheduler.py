@@ -105,6 +105,17 @@ def test_a_long_prompt_comes_in_parts_while_others_go_on() -> None:
     check(engine, [short, long], 200)
 
 
+def test_a_prompt_that_finds_no_room_is_looked_at_again_when_blocks_come_free() -> None:
+    engine = engine_of(16, sequences=4)
+    running, large = request_for([1] * 30, 20), request_for([2] * 40, 2)
+    asked = []
+    allocate = engine.model.cache.allocate_sequence
+    engine.model.cache.allocate_sequence = lambda ids: asked.append(len(ids)) or allocate(ids)  # type: ignore
+    run(engine, [running, large])
+    check(engine, [running, large])
+    assert asked == [30, 40, 40]
+
+
 def test_the_first_in_line_is_not_overtaken_by_smaller_requests() -> None:
     engine = engine_of(16, sequences=4)
     running = request_for([1] * 30, 20)
