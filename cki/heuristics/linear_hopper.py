@@ -98,8 +98,7 @@ TILES = (
 CANDIDATES = (
     *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(64, 256, 4, True),
     HopperTile(64, 128, 6, True), HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, True, sharers=2),
-    HopperTile(128, 256, 4, sharers=2), HopperTile(64, 64, 12, True), HopperTile(64, 64, 8, True, sharers=2),
-    HopperTile(128, 128, 6, split=3),
+    HopperTile(128, 256, 4, sharers=2), HopperTile(128, 128, 6, split=3),
 )  # fmt: skip
 
 

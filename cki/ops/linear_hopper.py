@@ -46,9 +46,9 @@ class RowNorm(NamedTuple):
     """Rows that a product normalises as it reads them, by the statistics that another has stored.
 
     kind: "layer" or "rms", of x, whose weight a layer norm wants with columns that sum to zero (`cki.prepare`); or
-    "residual", the layer norm of the residual, with gamma [N] of the bias's type (of x's without one); the norm's beta
-    is a part of the bias.
-    statistics: [rows, ceil(columns / 64), 2], f32, dense.
+    "residual", the layer norm of the residual, with gamma [N], it and the bias of y's type; the norm's beta is a part of
+    the bias.
+    statistics: [rows, ceil(columns / 64), 2], f32, dense.  A residual that is normalised is not the result's memory.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class RowNorm(NamedTuple):
 
 
 def statistics_operand(slot: str, rows: int, columns: int, offset: int = 0, alignment: int = 256) -> Operand:
-    """Statistics of rows x columns elements in a slot of memory: mean and sum of squared deviations of each 64."""
+    """Statistics of rows x columns elements in a slot of memory: sum and sum of squares of each 64."""
     shape = (rows, -(-columns // STATISTICS_COLUMNS), 2)
     return dense(slot, shape, dtypes.f32, offset=offset, alignment=alignment)
 
@@ -303,13 +303,17 @@ def _norm_obstacles(
     if norm.kind != "residual":
         return found
     if residual is None or norm.gamma is None or not normalises_residual_by(norm.gamma, bias, y):
-        found.append("a residual to normalise needs gamma, dense, in whole pairs, of the bias's type")
+        found.append("a residual to normalise needs gamma, dense, in whole pairs, of y's type as the bias")
+    elif residual.slot == y.slot and residual.offset == y.offset:
+        found.append("a residual to normalise is read whole: it cannot be the result")
+    elif residual.shape[-1] > 1 and residual.strides[-1] != 1:
+        found.append("a residual to normalise has its elements side by side")
     return found
 
 
 def normalises_residual_by(gamma: Operand, bias: Operand | None, y: Operand) -> bool:
-    """Whether the kernel can read a norm's weight beside the product's bias."""
-    is_like_bias = gamma.dtype == (y.dtype if bias is None else bias.dtype)
+    """Whether the kernel can read a norm's weight beside the product's bias: of 16 bits, for want of registers."""
+    is_like_bias = gamma.dtype == y.dtype and (bias is None or bias.dtype == y.dtype)
     return is_like_bias and gamma.is_contiguous() and pair_access(gamma, 1, ())
 
 

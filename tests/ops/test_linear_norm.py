@@ -79,7 +79,7 @@ def statistics_of(x: np.ndarray) -> np.ndarray:
     """As the kernel stores them."""
     wide = x.astype(np.float64)
     parts = [wide[:, i : i + STATISTICS_COLUMNS] for i in range(0, x.shape[1], STATISTICS_COLUMNS)]
-    found = [np.stack([p.mean(1), ((p - p.mean(1, keepdims=True)) ** 2).sum(1)], -1) for p in parts]
+    found = [np.stack([p.sum(1), (p**2).sum(1)], -1) for p in parts]
     return np.stack(found, 1).astype(np.float32)
 
 
@@ -94,14 +94,13 @@ def test_statistics_are_those_of_what_is_stored(device, tile, columns):
     y, found = run(device, tile, None, x, w, residual=residual, stores=True)
     assert_close(y, reference.linear(x, w, residual=residual), plain(x, w, residual=residual))
     expected = statistics_of(y)
-    assert np.allclose(found[..., 0], expected[..., 0], rtol=1e-6, atol=1e-6)
-    assert np.allclose(found[..., 1], expected[..., 1], rtol=1e-5)
+    assert np.allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_statistics_with_k_split(device):
     x, w = normal((70, 200), F16, 1), weight(200, 136, F16, "in_out")
     y, found = run(device, HopperTile(64, 128, 2, split=2), None, x, w, stores=True)
-    assert np.allclose(found, statistics_of(y), rtol=1e-5, atol=1e-6)
+    assert np.allclose(found, statistics_of(y), rtol=1e-5, atol=1e-4)
 
 
 def normalised(x: np.ndarray, gamma: Any, beta: Any, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -163,13 +162,14 @@ def test_a_residual_that_is_normalised(device, tile):
         normal((rows, columns), F16, 4, scale=4.0) + 2,
         1 + normal((columns,), F16, 5, scale=0.2),
     )
+    residual[5], residual[77] = residual[5] / 1024 + 8, 7  # what the sums of squares cannot tell
     got, found = run(
         device, tile, "residual", x, w, bias, residual=residual, statistics=statistics_of(residual), gamma=gamma,
         stores=True,
     )  # fmt: skip
     truth, rounded = normalised(residual, gamma, None, "layer")
     assert_close(got, reference.linear(x, w, bias, residual=truth), plain(x, w, bias, residual=rounded))
-    assert np.allclose(found, statistics_of(got), rtol=1e-5, atol=1e-6)
+    assert np.allclose(found, statistics_of(got), rtol=1e-5, atol=1e-4)
 
 
 def test_under_every_check(device):

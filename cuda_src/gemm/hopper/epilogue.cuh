@@ -116,14 +116,6 @@ struct Result {
   float* statistics;  // of y's rows
 };
 
-// An opaque copy of the lane: else the compiler computes what depends on it before the loop over all tiles, and keeps
-// it in registers through the products, which have none to spare.
-__device__ __forceinline__ int opaque_lane() {
-  u32 lane[1] = {threadIdx.x % 32};
-  ptx::wgmma_fence_registers(lane);
-  return static_cast<int>(lane[0]);
-}
-
 // What a lane adds to its sums of a slab, which begins at (first_row, first_column). Loaded a slab ahead of its use.
 template <class Rules, class Element, class Bias>
 struct SlabInputs {

@@ -17,8 +17,8 @@
 //          for all (multicast), which saves traffic from L2. A stage is free when all blocks' consumers have read it.
 // Gated.   kGated: y = act(x w_gate + bias_gate) (x w_up + bias_up), of N columns each, which begin at gate_column and
 //          up_column of w. A tile has as many columns of both, so that a lane holds a gate and its up; no weight moves.
-// Norms.   kRowNorm: the rows of x, or those of the residual, are normalised by their statistics (row_norm.cuh), which a
-//          launch before has stored with kStatistics.
+// Norms.   kRowNorm: the rows of x, or those of the residual, are normalised by their statistics (row_norm.cuh), which
+//          a launch before has stored with kStatistics.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
@@ -253,6 +253,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const bool centred = kNorm != gemm::RowNorm::kRmsNorm;
       moments.load(statistics, first_row, rows, kNormalisesX ? depth : columns, epsilon, centred);
       is_cancelled = moments.any_cancelled();
+      if constexpr (kNormalisesResidual) {
+        if (is_cancelled) moments.compute(residual, residual_stride, first_row, rows, columns, epsilon);
+      }
     }
     turns.take();
     float sum[kRowTiles][kGroupColumns / 2];
@@ -278,10 +281,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kPingPong) skip_stages(ring, k_tiles);
 
     if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
-      if (__any_sync(0xffffffffu, is_cancelled)) {
-        gemm::RowMoments<kRowTiles> again;  // the means have not been kept through the products
-        again.load(statistics, first_row, rows, depth, epsilon, true);
-        gemm::multiply_again(sum, again, operands, first_row, first_column);
+      if (is_cancelled) {
+        moments.compute(x, x_stride, first_row, rows, depth, epsilon);
+        gemm::multiply_again(sum, moments, operands, first_row, first_column);
       }
     }
     if constexpr (kSplit == 1) {

@@ -1,14 +1,15 @@
 // Norms of rows inside a product: statistics of the rows that it writes, and what it does with those of rows it reads.
 //
-// Statistics of a row are the mean and the sum of squared deviations of each 64 columns, in places of their own: the
-// same bits in every run, and no cancellation where the mean is large (Chan, Golub, LeVeque 1983). Then
+// Statistics of a row are the sum and the sum of squares of each 64 columns, fp32, in places of their own: the same
+// bits in every run. Then
 //
 //   LN(x) w = rstd (x - mean) w = rstd x w,  where every column of w sums to zero, as `cki.prepare` makes it
 //   RMS(x) w = rstd x w
 //
 // so that a norm costs the product one factor for each row. Weights of the norm are in w, its bias in the product's.
-// Rows with |mean| > kLargestMean standard deviations are multiplied again, as (x - mean) w in fp32: too much of their
-// sums on the tensor cores, which truncate, has cancelled.
+// Where |mean| exceeds kLargestMean standard deviations, too much cancels, in these sums and in those of the tensor
+// core, which truncates: such a row's mean and variance are computed from its elements, and it is multiplied again, as
+// (x - mean) w in fp32.
 #pragma once
 
 #include "common/convert_element.cuh"
@@ -31,54 +32,88 @@ __device__ __forceinline__ float quad_sum(float value) {
 // Of the two rows of a lane in each 16 x 64 part of a warp: rows lane / 4 and lane / 4 + 8.
 template <int kRowTiles>
 struct RowMoments {
+  static constexpr int kRows = kRowTiles * 2;
   float mean[kRowTiles][2], rstd[kRowTiles][2];
 
-  // statistics: [rows, ceil(columns / 64), 2]. first_row: of the warp's first row tile; the next is 64 rows below. All
-  // lanes take part. centred: deviations from the mean, else from zero.
+  // The lane's i-th row, or the last that exists. The warp's first row tile begins at first_row, the next 64 below.
+  static __device__ __forceinline__ int row_of(int i, int first_row, int rows) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    return min(first_row + i / 2 * 64 + i % 2 * 8 + lane / 4, rows - 1);
+  }
+
+  // statistics: [rows, ceil(columns / 64), 2]. centred: deviations from the mean, else from zero. All lanes take part.
   __device__ __forceinline__ void load(const float* statistics, int first_row, int rows, int columns, float epsilon,
                                        bool centred) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, slots = (columns + kSlabColumns - 1) / kSlabColumns;
-    const float2* row_slots[kRowTiles][2];
-    float squares[kRowTiles][2];
+    constexpr int kAhead = 4;  // loads of a row before the first is used: under load a latency is a microsecond
+    const int slots = (columns + kSlabColumns - 1) / kSlabColumns;
+    const float2* from[kRows];
+    float sum[kRows] = {}, squares[kRows] = {};
 #pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) {
-      const int row = min(first_row + i / 2 * 64 + i % 2 * 8 + lane / 4, rows - 1);
-      row_slots[i / 2][i % 2] = reinterpret_cast<const float2*>(statistics) + static_cast<i64>(row) * slots;
-      mean[i / 2][i % 2] = squares[i / 2][i % 2] = 0.0f;
+    for (int i = 0; i < kRows; ++i) {
+      from[i] = reinterpret_cast<const float2*>(statistics) + static_cast<i64>(row_of(i, first_row, rows)) * slots;
     }
-    const float inverse = 1.0f / static_cast<float>(columns);
-    for (int slot = lane % 4; centred && slot < slots; slot += 4) {
-      const float share = inverse * static_cast<float>(min(columns - slot * kSlabColumns, kSlabColumns));
+    for (int slot = static_cast<int>(threadIdx.x) % 4; slot < slots; slot += 4 * kAhead) {
+      float2 parts[kAhead][kRows];
 #pragma unroll
-      for (int i = 0; i < kRowTiles * 2; ++i) mean[i / 2][i % 2] += row_slots[i / 2][i % 2][slot].x * share;
-    }
+      for (int j = 0; j < kAhead; ++j) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) mean[i / 2][i % 2] = quad_sum(mean[i / 2][i % 2]);
-    for (int slot = lane % 4; slot < slots; slot += 4) {
-      const float count = static_cast<float>(min(columns - slot * kSlabColumns, kSlabColumns));
+        for (int i = 0; i < kRows; ++i) {
+          parts[j][i] = slot + 4 * j < slots ? from[i][slot + 4 * j] : make_float2(0.0f, 0.0f);
+        }
+      }
 #pragma unroll
-      for (int i = 0; i < kRowTiles * 2; ++i) {
-        const float2 part = row_slots[i / 2][i % 2][slot];
-        const float apart = part.x - mean[i / 2][i % 2];
-        squares[i / 2][i % 2] += fmaf(count * apart, apart, part.y);
+      for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          sum[i] += parts[j][i].x;
+          squares[i] += parts[j][i].y;
+        }
       }
     }
+    const float inverse = 1.0f / static_cast<float>(columns);
 #pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) {
-      rstd[i / 2][i % 2] = rsqrtf(quad_sum(squares[i / 2][i % 2]) * inverse + epsilon);
+    for (int i = 0; i < kRows; ++i) {
+      const float middle = centred ? quad_sum(sum[i]) * inverse : 0.0f;
+      const float variance = fmaf(-middle, middle, quad_sum(squares[i]) * inverse);
+      mean[i / 2][i % 2] = middle;
+      rstd[i / 2][i % 2] = rsqrtf((variance < 0.0f ? 0.0f : variance) + epsilon);  // a NaN stays one
     }
   }
 
-  __device__ __forceinline__ bool is_cancelled(int i, int half) const {
-    return fabsf(mean[i][half]) * rstd[i][half] > kLargestMean;
+  // The same of a layer norm from the rows themselves, in two passes: rare. Their elements lie side by side.
+  template <class Element>
+  __device__ __forceinline__ void compute(const Element* x, i64 row_stride, int first_row, int rows, int columns,
+                                          float epsilon) {
+    const float inverse = 1.0f / static_cast<float>(columns);
+#pragma unroll 1
+    for (int i = 0; i < kRows; ++i) {
+      const Element* row = x + row_of(i, first_row, rows) * row_stride;
+      float sum = 0.0f, squares = 0.0f;
+      for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) sum += to_float(row[k]) * inverse;
+      const float middle = quad_sum(sum);
+      for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) {
+        const float apart = to_float(row[k]) - middle;
+        squares = fmaf(apart, apart, squares);
+      }
+      const float factor = rsqrtf(quad_sum(squares) * inverse + epsilon);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {  // an index that the compiler knows keeps the array in registers
+        if (j == i) mean[j / 2][j % 2] = middle, rstd[j / 2][j % 2] = factor;
+      }
+    }
   }
 
-  // Of any of the lane's rows.
+  // Too much has cancelled, or the squares were beyond fp32.
+  __device__ __forceinline__ bool is_cancelled(int i, int half) const {
+    return fabsf(mean[i][half]) * rstd[i][half] > kLargestMean || rstd[i][half] == 0.0f;
+  }
+
+  // Any of the warp's rows.
   __device__ __forceinline__ bool any_cancelled() const {
     bool any = false;
 #pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) any = any || is_cancelled(i / 2, i % 2);
-    return any;
+    for (int i = 0; i < kRows; ++i) any = any || is_cancelled(i / 2, i % 2);
+    return __any_sync(0xffffffffu, any);
   }
 };
 
@@ -96,11 +131,10 @@ struct Operands {
 template <int kRowTiles, int kCount, class Element>
 __device__ __forceinline__ void multiply_again(float (&sum)[kRowTiles][kCount], const RowMoments<kRowTiles>& moments,
                                                const Operands<Element>& operands, int first_row, int first_column) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
   const Element* x[kRowTiles][2];
 #pragma unroll
   for (int i = 0; i < kRowTiles * 2; ++i) {
-    const int row = min(first_row + i / 2 * 64 + i % 2 * 8 + lane / 4, operands.rows - 1);
+    const int row = RowMoments<kRowTiles>::row_of(i, first_row, operands.rows);
     x[i / 2][i % 2] = operands.x + row * operands.x_row;
     if (!moments.is_cancelled(i / 2, i % 2)) continue;
 #pragma unroll
@@ -108,6 +142,7 @@ __device__ __forceinline__ void multiply_again(float (&sum)[kRowTiles][kCount], 
   }
 #pragma unroll 1
   for (int k = 0; k < operands.depth; ++k) {
+    const int first = first_column + opaque_lane() % 4 * 2;  // else all columns' addresses are kept through the loop
     float value[kRowTiles][2];
 #pragma unroll
     for (int i = 0; i < kRowTiles * 2; ++i) {
@@ -118,7 +153,7 @@ __device__ __forceinline__ void multiply_again(float (&sum)[kRowTiles][kCount], 
     for (int at = 0; at < kCount; at += 4) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int column = min(first_column + at * 2 + lane % 4 * 2 + e, operands.columns - 1);
+        const int column = min(first + at * 2 + e, operands.columns - 1);
         const float factor = to_float(operands.w[k * operands.w_k + column * operands.w_n]);
 #pragma unroll
         for (int i = 0; i < kRowTiles * 2; ++i) {
@@ -136,28 +171,27 @@ __device__ __forceinline__ void multiply_again(float (&sum)[kRowTiles][kCount], 
 template <class Element>
 __device__ __forceinline__ void store_statistics(const u32 (&words)[kSlabColumns / 8][2], float* statistics,
                                                  i64 row_stride, int blocks, int rows_left) {
-  const float inverse = 1.0f / static_cast<float>(blocks * 8);
+  float sum[2][2] = {}, squares[2][2] = {};  // apart for the two columns of a word: shorter chains of additions
+#pragma unroll
+  for (int j = 0; j < kSlabColumns / 8; ++j) {
+    if (j >= blocks) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float values[2];
+      unpack_pair<Element>(words[j][half], values[0], values[1]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sum[half][e] += values[e];
+        squares[half][e] = fmaf(values[e], values[e], squares[half][e]);
+      }
+    }
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = 0.0f, squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kSlabColumns / 8; ++j) {
-      float first, second;
-      unpack_pair<Element>(words[j][half], first, second);
-      if (j < blocks) sum += first + second;
-    }
-    const float mean = quad_sum(sum) * inverse;
-#pragma unroll
-    for (int j = 0; j < kSlabColumns / 8; ++j) {
-      float first, second;
-      unpack_pair<Element>(words[j][half], first, second);
-      first -= mean;
-      second -= mean;
-      if (j < blocks) squares = fmaf(first, first, fmaf(second, second, squares));
-    }
-    squares = quad_sum(squares);
+    const float all = quad_sum(sum[half][0] + sum[half][1]);
+    const float all_squares = quad_sum(squares[half][0] + squares[half][1]);
     if (threadIdx.x % 4 == 0 && half * 8 < rows_left) {
-      *reinterpret_cast<float2*>(statistics + half * 8 * row_stride) = make_float2(mean, squares);
+      *reinterpret_cast<float2*>(statistics + half * 8 * row_stride) = make_float2(all, all_squares);
     }
   }
 }

@@ -34,6 +34,14 @@ struct HopperLayout {
   static_assert(kBlockN % kSlabColumns == 0 && kBlockN <= 256, "whole slabs, and one wgmma across");
 };
 
+// An opaque copy of the lane: else the compiler computes what depends on it before the loop over all tiles, and keeps
+// it in registers through the products, which have none to spare.
+__device__ __forceinline__ int opaque_lane() {
+  u32 lane[1] = {threadIdx.x % 32};
+  ptx::wgmma_fence_registers(lane);
+  return static_cast<int>(lane[0]);
+}
+
 // The weight's columns in a tile: `width` of them from `first` on, and as many from `second` on.
 struct TileColumns {
   int first, second, width;
