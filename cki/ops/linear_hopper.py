@@ -46,8 +46,7 @@ class RowNorm(NamedTuple):
     """Rows that a product normalises as it reads them, by the statistics that another has stored.
 
     kind: "layer" or "rms", of x, whose weight a layer norm wants with columns that sum to zero (`cki.prepare`); or
-    "residual", the layer norm of the residual, with gamma [N], it and the bias of y's type; the norm's beta is a part of
-    the bias.
+    "residual", the layer norm of the residual, with gamma [N], it and the bias of y's type; beta is in the bias.
     statistics: [rows, ceil(columns / 64), 2], f32, dense.  A residual that is normalised is not the result's memory.
     """
 
