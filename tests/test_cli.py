@@ -99,6 +99,12 @@ def test_cache_info_and_clear(
     assert "1 damaged" in run(capsys, "cache", "info")[1]
     assert "deleted 1 kernels" in run(capsys, "cache", "clear")[1]
     assert "0 kernels" in run(capsys, "cache", "info")[1]
+    built = tmp_path / "sim" / "scale-1.so"
+    built.parent.mkdir()
+    built.write_bytes(bytes(3_000_000))
+    assert "1 builds of the simulated device, 3.0 MB" in run(capsys, "cache", "info")[1]
+    assert "deleted 0 kernels and 1 builds" in run(capsys, "cache", "clear")[1]
+    assert not built.exists()
 
 
 def test_dump(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,16 +18,24 @@ def main(argv: Sequence[str]) -> int:
     path = config.cache_dir()
     if action == "clear":
         count = KernelDirectory(path).clear()
-        simulated = Path(path) / "sim"
-        built = len(list(simulated.glob("*.so"))) if simulated.is_dir() else 0
-        shutil.rmtree(simulated, ignore_errors=True)
+        built, _ = _simulated_builds(path)
+        shutil.rmtree(Path(path) / "sim", ignore_errors=True)
         print(f"deleted {count} kernels and {built} builds of the simulated device from {path}")
         return 0
     print(describe_directory(path))
+    built, size = _simulated_builds(path)
+    if built:
+        print(f"{Path(path) / 'sim'}: {built} builds of the simulated device, {size / 1e6:.1f} MB")
     prebuilt = config.text("CKI_CUBIN_DIR")
     if prebuilt:
         print(f"prebuilt: {describe_directory(prebuilt)}")
     return 0
+
+
+def _simulated_builds(path: str) -> tuple[int, int]:
+    """Shared objects of the simulated device in a cache, and the bytes of all that it keeps there."""
+    files = [file for file in (Path(path) / "sim").rglob("*") if file.is_file()]
+    return sum(file.suffix == ".so" for file in files), sum(file.stat().st_size for file in files)
 
 
 def describe_directory(path: str) -> str:
