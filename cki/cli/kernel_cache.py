@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +35,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _simulated_builds(path: str) -> tuple[int, int]:
     """Shared objects of the simulated device in a cache, and the bytes of all that it keeps there."""
-    files = [file for file in (Path(path) / "sim").rglob("*") if file.is_file()]
-    return sum(file.suffix == ".so" for file in files), sum(file.stat().st_size for file in files)
+    built = size = 0
+    for file in (Path(path) / "sim").rglob("*"):
+        with contextlib.suppress(OSError):  # gone: another process builds
+            size += file.stat().st_size if file.is_file() else 0
+            built += file.suffix == ".so"
+    return built, size
 
 
 def describe_directory(path: str) -> str:
