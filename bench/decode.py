@@ -148,27 +148,23 @@ def cki_call(counted: bool) -> Run:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A configuration to time.  line: tiles are not dealt.  groups: of the line or a cluster; 0: as chosen."""
+    """A configuration to time.  groups: of a cluster; splits: groups that each sequence's tiles are dealt to; 0: as
+    chosen.
+    """
 
     warps: int = 0
     stages: int = 0
     blocks_per_sm: int = 1
     groups: int = 0
-    line: bool = False
     cluster: bool = False
-    together: int = 0
+    splits: int = 0
     counted: bool = False
-    prefetch: int = 128
-    fill_first: bool = True
 
     def __str__(self) -> str:
         text = f"{self.warps}w{self.stages}s@{self.blocks_per_sm}" + (
             f" g{self.groups}" if self.groups else ""
         )
-        marks = {
-            " line": self.line, f" t{self.together}": self.together, " cluster": self.cluster, " counted": self.counted,
-            f" p{self.prefetch}": self.prefetch != 128, " late": not self.fill_first,
-        }  # fmt: skip
+        marks = {f" s{self.splits}": self.splits, " cluster": self.cluster, " counted": self.counted}
         return text + "".join(mark for mark, holds in marks.items() if holds)
 
     def choose(self, shape: DecodeShape, device: Any) -> DecodeConfig:
@@ -176,16 +172,13 @@ class Variant:
         units, blocks = shape.kv_heads * -(-shape.rows // chosen.rows), device.sm_count * self.blocks_per_sm
         groups, together = choose_groups(units, self.warps, shape.positions, blocks)
         dealt, groups = choose_dealt(shape, units, groups, together)
-        if self.line:
-            dealt, (groups, _) = False, choose_groups(units, self.warps, shape.positions, blocks)
         if self.groups:
             groups, together, dealt = self.groups, units, self.cluster
-        if self.together:
-            groups, together, dealt = blocks // self.together, self.together, False
+        if self.splits:
+            groups, together, dealt = self.splits * shape.batch, units, True
         return dataclasses.replace(
             chosen, warps=self.warps, stages=self.stages, min_blocks=self.blocks_per_sm, groups=groups,
             together=together, dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=self.cluster,
-            prefetch=self.prefetch, fill_first=self.fill_first,
         )  # fmt: skip
 
     def run(self) -> Run:
@@ -206,15 +199,17 @@ class Variant:
 
 def candidates(cell: Cell) -> list[Variant]:
     """Configurations worth timing for a cell; those that do not fit are refused at their launch and left out."""
-    few = cell.batch * cell.context <= 4096
-    best = Variant(4, 6) if few else Variant(8, 3)
-    found = [best, Variant(6, 4), Variant(12, 2), Variant(4, 3, 2)]
-    if cell.batch == 1:
-        found += [Variant(warps, stages, groups=8, cluster=True) for warps, stages in ((8, 3), (4, 6))]
-    elif cell.batch <= 16:
-        found += [dataclasses.replace(best, line=True), Variant(8, 3, together=4)]
-    else:
-        found += [Variant(8, 3, together=4), Variant(8, 2), Variant(4, 6)]
+    if cell.batch * cell.context <= 8192:
+        found = [Variant(4, 6), Variant(8, 3), Variant(4, 3, 2)]
+        if cell.batch == 1:
+            found += [Variant(warps, stages, groups=8, cluster=True) for warps, stages in ((8, 3), (4, 6))]
+        return found
+    # Up to as many blocks as are resident, or several times as many, which the GPU hands out as others end.
+    found = [Variant(8, 3), Variant(4, 3, 2)]
+    for blocks, (warps, stages, per_sm) in itertools.product((256, 512, 1024), ((8, 3, 1), (4, 3, 2))):
+        splits = blocks // (cell.kv_heads * cell.batch)
+        if splits and cell.context >= 16 * warps * splits:
+            found.append(Variant(warps, stages, per_sm, splits=splits))
     return found
 
 

@@ -48,9 +48,8 @@ class BlockAllocator:
         self, num_blocks: int, block_size: int, *, max_sequences: int = 256, max_blocks_per_sequence: int | None = None
     ) -> None:  # fmt: skip
         columns = num_blocks if max_blocks_per_sequence is None else max_blocks_per_sequence
-        sizes = {"num_blocks": num_blocks, "block_size": block_size}
-        limits = {"max_sequences": max_sequences, "max_blocks_per_sequence": columns}
-        require_sizes("BlockAllocator", {**sizes, **limits})
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_sequences": max_sequences}
+        require_sizes("BlockAllocator", {**sizes, "max_blocks_per_sequence": columns})
         self.num_blocks, self.block_size = int(num_blocks), int(block_size)
         self.table = np.zeros((max_sequences, columns), np.int32)
         self.lengths, self.held, self.released = (np.zeros(max_sequences, np.int64) for _ in range(3))

@@ -15,6 +15,7 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.paged import (
+    MAX_DEALT_BATCH,
     MERGE_WARPS,
     SERIAL_ARCHS,
     TILE_KEYS,
@@ -33,12 +34,14 @@ from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 _PARAMS = "P" * 13 + "q" * 20 + "i" * 10 + "f" * 4
-_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 8
+_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 9
 _LOG2E = math.log2(math.e)
 _PARTIALS = "partials"
 _MAX_BLOCKS_Y = 65535
 #: Lines of block tables that are fetched while lengths are awaited.
 _MOST_TABLE_LINES = 1024
+#: Groups of blocks that merge what more groups of the first launch have shared: they wait for it, all at once.
+_MOST_MERGING_GROUPS = 32
 #: Bytes of keys and values that are read in the time which dealing tiles saves: about 0.7 us of an H200.
 _DEALING_SAVES = 3 << 20
 Choice = Callable[[DecodeShape, DeviceInfo], DecodeConfig]
@@ -155,7 +158,7 @@ def plan_paged_attention(
         "kRows": chosen.rows, "kRowBlocks": row_blocks, "kGroup": group, "kValueDim": value_dim,
         "kPaddedValueDim": padded_dim(value_dim, itemsize),
         "kDenseOut": dense_out, "kProgrammatic": programmatic, "kDealt": chosen.dealt,
-        "kByLengths": chosen.by_lengths,
+        "kLengthsOfLane": (1 if batch <= 32 else MAX_DEALT_BATCH // 32) if chosen.by_lengths else 0,
     }  # fmt: skip
     archs = tuple(
         arch for arch in ARCHITECTURES
@@ -163,7 +166,6 @@ def plan_paged_attention(
     )  # fmt: skip
     kernel = kernel_spec(
         "attention/decode.cu", "paged_attention", _PARAMS, archs=archs, kWarps=chosen.warps, kPrefetch=chosen.prefetch,
-        kFillFirst=chosen.fill_first,
         CacheElement=k.dtype, TableIndex=block_table.dtype if block_table is not None else dtypes.i32,
         kHeadDim=head_dim, kPaddedDim=padded_dim(head_dim, itemsize),
         kRowTiles=chosen.row_tiles, kStages=chosen.stages, kMinBlocks=chosen.min_blocks, kSplit=chosen.split,
@@ -187,13 +189,14 @@ def plan_paged_attention(
     table_strides = (0, 0) if block_table is None else block_table.strides
     passes = units // chosen.together if chosen.split else 1
     slack = _DEALING_SAVES // (units * stage_bytes(shape))
-    sizes = (capacity, batch, queries, kv_heads, max(left, 0), passes, chosen.least_positions, slack)
+    sizes = (capacity, batch, queries, kv_heads, max(left, 0))
+    division = (passes, chosen.least_positions, slack)
     sinks_stride = 0 if sinks is None else sinks.strides[0]
     arguments: tuple[ArgumentValue, ...] = (
         q, k, v, out, *optional(lse, block_table), lengths, *optional(*(scales or (None, None)), sinks, alibi_slopes),
         partials, *optional(counters), *q.strides, *out.strides, *k_strides, *v_strides, *table_strides,
         lengths.strides[0], sinks_stride, 0 if alibi_slopes is None else alibi_slopes.strides[0],
-        min(k.shape[0], 2**31 - 1), block_size, _table_lines(block_table), *sizes,
+        min(k.shape[0], 2**31 - 1), block_size, _table_lines(block_table), *sizes, *division,
         scale, _LOG2E if scale_first else scale * _LOG2E, softcap,
         2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
     )  # fmt: skip
@@ -226,11 +229,12 @@ def plan_paged_attention(
         )
         merge_arguments: tuple[ArgumentValue, ...] = (
             partials, out, *optional(lse), lengths, *optional(sinks), *out.strides, lengths.strides[0], sinks_stride,
-            *sizes,
+            *sizes, grid[1], *division,
         )  # fmt: skip
+        merge_grid = (chosen.together, min(chosen.groups, _MOST_MERGING_GROUPS), 1)
         steps.append(
             Step(
-                merge, grid, (MERGE_WARPS * 32, 1, 1), merge_arguments,
+                merge, merge_grid, (MERGE_WARPS * 32, 1, 1), merge_arguments,
                 chosen.schedule_bytes(batch), programmatic=programmatic, reason="units of several blocks",
             )
         )  # fmt: skip

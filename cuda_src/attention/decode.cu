@@ -48,6 +48,7 @@ using namespace cki::attention;
 
 constexpr int kThreads = 32 * kWarps;
 constexpr bool kCluster = kClusterBlocks > 0;
+constexpr bool kByLengths = kLengthsOfLane > 0;  // of several sequences these say whether tiles are dealt
 constexpr bool kHeadScales = sizeof(CacheElement) == 1 && !kTokenScales;
 
 // What the logits go through; the names are the prelude's.
@@ -279,41 +280,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       if (!by_all || warp == 0) ptx::mbarrier_arrive(&combined);
     };
 
-    // position: from the unit's begin to this warp's next tile. The first kStages turns only fill the ring, before anything
-    // else is prepared.
-    int position = warp - (kFillFirst ? 0 : kStages * kWarps);
+    // The ring is filled before anything else is prepared.
+#pragma unroll 1
+    for (int stage = 0; stage < kStages; ++stage) fetch_tile(stage);
+
+    int position = warp;  // from the unit's begin to this warp's next tile
     int stage = 0;
-    if constexpr (kFillFirst) {
 #pragma unroll 1
-      for (; stage < kStages; ++stage) fetch_tile(stage);
-      stage = 0;
-    }
-#pragma unroll 1
-    for (int done = -1;; ++done) {
+    for (int done = 0;; ++done) {
+      if (Division::kOne) __syncthreads();
+      begin_unit();
       // Keys that every row sees: from the last query's window to the first query's own place.
       const int common_begin = kLimitLeft ? unit.keys - 1 - left : 0;
       const int common_end = unit.keys - queries + 1;
 #pragma unroll 1
       for (; position < unit.length; position += kWarps) {
-        if (position >= 0) {
-          ptx::cp_async_wait_group<kStages - 1>();
-          __syncwarp();
-          const int key = first_key_at(unit.keys, walk.tile + position);
-          const bool all_seen = key >= common_begin && key + kTileKeys <= common_end;
-          state.attend(ring + stage * Stage::kBytes, key, all_seen, left, rules, exponent_scale, slack);
-          __syncwarp();
-        }
+        ptx::cp_async_wait_group<kStages - 1>();
+        __syncwarp();
+        const int key = first_key_at(unit.keys, walk.tile + position);
+        const bool all_seen = key >= common_begin && key + kTileKeys <= common_end;
+        state.attend(ring + stage * Stage::kBytes, key, all_seen, left, rules, exponent_scale, slack);
+        __syncwarp();
         fetch_tile(stage);
         stage = stage + 1 == kStages ? 0 : stage + 1;
       }
       position -= unit.length;
-      if (done >= 0) {
-        finish_unit(done);
-        walk.advance(schedule, unit.length);
-        if (walk.remaining <= 0) break;
-      }
-      if (Division::kOne) __syncthreads();
-      begin_unit();
+      finish_unit(done);
+      walk.advance(schedule, unit.length);
+      if (walk.remaining <= 0) break;
     }
   };
 
@@ -345,18 +339,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   // kDealt: the grid's third axis are the sequences, each with groups of its own.
   const int group = static_cast<int>(blockIdx.y), groups = static_cast<int>(gridDim.y);
   const int sequence = static_cast<int>(blockIdx.z);
-  const int keys_of_lane = kDealt && !kByLengths ? key_lengths.keys(sequence)
-                           : lane < batch        ? key_lengths.keys(lane)
-                                                 : 0;
   if constexpr (kDealt) {
+    const int keys = key_lengths.keys(sequence);
     Schedule<Order::kDealt> schedule{tables, tables + 1, sequence, 1, passes, groups};
     schedule.cut(least_positions);
     const int tile = schedule.template tile_at<kWarps>(warp + lane * kWarps, group);
     const TableIndex ahead = source.tile_entry(sequence, tile * kTileKeys, capacity);
     fetch_queries(sequence);
     begin_barriers();
-    if (!kByLengths || dealing_pays(lane < batch ? key_lengths.tiles(keys_of_lane) : 0, batch, dealing_slack)) {
-      schedule.measure_one(key_lengths, kByLengths ? __shfl_sync(kFullWarp, keys_of_lane, sequence) : keys_of_lane);
+    if (!kByLengths || dealing_pays<kLengthsOfLane>(key_lengths, batch, dealing_slack)) {
+      schedule.measure_one(key_lengths, keys);
       work(schedule, group, ahead);
       return;
     }
@@ -375,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       begin_barriers();
     }
     Schedule<Order::kLine> schedule{tables, tables + batch, 0, batch, passes, all_groups};
-    schedule.template measure<kThreads>(key_lengths, keys_of_lane);
+    schedule.template measure<kThreads>(key_lengths);
     schedule.cut(least_positions);
     work(schedule, own_group, TableIndex{});
   }

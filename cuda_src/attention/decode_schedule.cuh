@@ -59,12 +59,22 @@ struct KeyLengths {
   }
 };
 
-// Whether a batch of up to 32 sequences is to be dealt: then the longest sequence sets the time, as if all were as long.
-// slack: tiles of a whole batch that take as long as what dealing saves. tiles: of the lane's sequence, 0 without one.
-__device__ __forceinline__ bool dealing_pays(int tiles, int batch, int slack) {
-  const u32 most = __reduce_max_sync(kFullWarp, static_cast<u32>(tiles));
-  const u32 all = __reduce_add_sync(kFullWarp, static_cast<u32>(tiles));
-  return most * static_cast<u32>(batch) - all <= static_cast<u32>(slack);
+// Whether a batch is to be dealt: then the longest sequence sets the time, as if all were as long. slack: tiles of a whole
+// batch that take as long as what dealing saves. Every warp finds it out for itself, a lane looks at kLengths of up to
+// 32 * kLengths sequences.
+template <int kLengths, class Lengths>
+__device__ __forceinline__ bool dealing_pays(const Lengths& lengths, int batch, int slack) {
+  u32 most = 0, all = 0;
+#pragma unroll
+  for (int i = 0; i < kLengths; ++i) {
+    const int sequence = static_cast<int>(threadIdx.x % 32) + i * 32;
+    const u32 tiles = sequence < batch ? static_cast<u32>(lengths.tiles(lengths.keys(sequence))) : 0;
+    most = max(most, tiles);
+    all += tiles;
+  }
+  most = __reduce_max_sync(kFullWarp, most);
+  all = __reduce_add_sync(kFullWarp, all);
+  return static_cast<u64>(most) * static_cast<u32>(batch) - all <= static_cast<u32>(slack);
 }
 
 enum class Order { kLine, kDealt, kAlone };
@@ -98,15 +108,14 @@ struct Schedule {
     one_tiles = lengths.tiles(keys);
   }
 
-  // kLine: reads the lengths. All threads of the block call it, and a barrier follows. of_lane: up to 32 sequences are
-  // measured already, the lane's has so many keys.
+  // kLine: reads the lengths. All threads of the block call it, and a barrier follows.
   template <int kThreads, class Lengths>
-  __device__ __forceinline__ void measure(const Lengths& lengths, int of_lane) {
+  __device__ __forceinline__ void measure(const Lengths& lengths) {
     const int thread = static_cast<int>(threadIdx.x);
     if (sequences <= 32) {
       if (thread < 32) {
-        const int tiles = thread < sequences ? lengths.tiles(of_lane) : 0;
-        enter(thread, of_lane, sum_up_to_lane(tiles));
+        const int count = thread < sequences ? lengths.keys(thread) : 0;
+        enter(thread, count, sum_up_to_lane(thread < sequences ? lengths.tiles(count) : 0));
       }
       __syncthreads();
       return;
