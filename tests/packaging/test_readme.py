@@ -38,11 +38,16 @@ def _cases():
 
 @pytest.mark.parametrize(("block", "kind"), list(_cases()))
 def test_block_runs(block, kind, tmp_path):
-    pytest.importorskip(framework_of(block))
+    framework = pytest.importorskip(framework_of(block)).__name__
+    if kind == "sim":
+        block = block.replace('device="cuda"', 'device="cpu"')
+        if framework != "jax":  # whose calls may keep a process from ending
+            with cki.device("sim"):
+                exec(block, {})
+            return
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": paths, "CKI_DEVICE": kind, "TF_CPP_MIN_LOG_LEVEL": "3"}
     if kind == "sim":
-        block = block.replace('device="cuda"', 'device="cpu"')
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [sys.executable, "-c", block],
