@@ -1,6 +1,6 @@
 """What `test_keras` checks on one of Keras's backends; run as a program, as Keras has one backend a process.
 
-    KERAS_BACKEND=torch python tests/adapters/keras_checks.py DIRECTORY [NAME ...]
+    KERAS_BACKEND=torch python tests/adapters/keras_checks.py DIRECTORY NAME ...
 
 prints "ok NAME" for each check that holds, and a traceback with "failed NAME" for another.  DIRECTORY keeps a model and
 its outputs.
@@ -17,10 +17,9 @@ import time
 import traceback
 from pathlib import Path
 
-# Programs of a few small operations: compiling them takes all the time.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+if os.environ.get("CKI_DEVICE", "sim") == "sim":  # small programs: compiling them takes all the time
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ.setdefault("XLA_FLAGS", flags)
 if os.environ["KERAS_BACKEND"] != "tensorflow":
     sys.modules["tensorflow"] = None  # Keras would import it, which takes seconds, where it can
 
@@ -34,8 +33,17 @@ from cki.adapters.keras import FusedAttentionLayer, FusedEncoder, FusedEncoderLa
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.log import logger
 
-BACKEND, SHARED = keras.backend.backend(), Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+BACKEND, DEVICE = keras.backend.backend(), os.environ.get("CKI_DEVICE", "sim")
+SHARED = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 layers, ops = keras.layers, keras.ops
+if BACKEND == "tensorflow":  # products of fp32 as fp32, which is what Keras's layers are compared in
+    import tensorflow as tf
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+elif BACKEND == "jax":
+    import jax
+
+    jax.config.update("jax_default_matmul_precision", "highest")
 HIDDEN = 32
 MASK = np.array([[True] * 3 + [False] * 2, [True] * 5])
 
@@ -259,8 +267,6 @@ def check_training_with_dropout():
 def gradients(function, variables):
     """Of the sum of the sines, by the backend's own means."""
     if BACKEND == "tensorflow":
-        import tensorflow as tf
-
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.sin(function(tensor(X))))
         return [numpy(g) for g in tape.gradient(loss, [v.value for v in variables])]
@@ -269,7 +275,6 @@ def gradients(function, variables):
             variable.value.grad = None
         function(tensor(X)).sin().sum().backward()
         return [numpy(variable.value.grad) for variable in variables]
-    import jax
 
     def loss(values):
         with keras.StatelessScope(list(zip(variables, values))):
@@ -357,11 +362,11 @@ CHECKS = {
 
 def main() -> None:
     assert adapter.backend.name() == BACKEND
-    for name in sys.argv[2:] or CHECKS:
+    for name in sys.argv[2:]:
         check = CHECKS[name]
         begun = time.process_time()
         try:
-            with cki.device("sim"):
+            with cki.device(DEVICE):
                 check()
         except Exception:
             print(f"failed {name}\n{traceback.format_exc()}\nend {name}", flush=True)
