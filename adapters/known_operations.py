@@ -38,10 +38,12 @@ def find(name: str) -> OpSpec:
     found = public_specs().get(name) or _local.get(name)
     if found is None:
         plain, _, is_local = name.partition("@")
-        why = (
-            "a program that calls cki.Encoder or a kernel of cki.load runs only in the process that traced it"
-            if is_local
-            else "the program was made by another version of CKI: clear the cache, or the model, that it is from"
+        if is_local:
+            raise CkiError(
+                f"CKI has no operation {plain!r} here: a program that calls cki.Encoder or a kernel of cki.load runs "
+                "only in the process that traced it"
+            )
+        raise CkiError(
+            f"this version of CKI has no operation {plain!r}: clear the compilation cache, or make the model again"
         )
-        raise CkiError(f"CKI has no operation {plain!r} here; {why}")
     return found

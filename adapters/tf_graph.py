@@ -7,6 +7,7 @@ Inside a function with jit_compile=True the call is XLA's (`cki.adapters.tf_xla`
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 from cki.adapters import gradient_tensorflow, tf_xla
 from cki.adapters.tf_kernels import NodeCall
 from cki.adapters.tf_ops import node, op_name, results_of
+from cki.adapters.tf_stablehlo import Tensor
 from cki.adapters.tf_types import FROM_TF, TO_CODE, as_tensor_or_variable
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.ops.bind import attribute_values
@@ -130,21 +132,62 @@ def _is_about(rule: str, problem: str) -> bool:
 def _add_xla_call(
     spec: OpSpec, own: NodeCall, types: Sequence[str], shapes: Sequence[Any], tensors: Sequence[Any]
 ) -> tuple[Any, ...]:
-    open_names = [name for name, shape in zip(own.inputs, shapes) if None in shape]
-    if open_names:
-        raise UnsupportedError(
-            f"{spec.name}: {', '.join(open_names)} of unknown dimensions inside a function with jit_compile=True",
-            [f"{name} has shape {shape}" for name, shape in zip(own.inputs, shapes) if None in shape],
-            "XLA compiles for fixed shapes: no None in input_signature and no reduce_retracing, or jit_compile=False, "
-            "where any size is taken",
-        )
-    call = own.with_tensors(types, shapes).checked()
     by_name = dict(zip(own.inputs, tensors))
+    if any(None in shape for shape in shapes):
+        _, values = _shape_rule(own, types, shapes)  # refuses what no size can keep
+        own = replace(own, attributes=values)
+        results, written = _open_results(own, types, shapes)
+        arguments = list(zip(types, shapes))
+
+        def compiled(given: list[Any]) -> Sequence[Any]:
+            found: Sequence[Any] = tf_xla.call_open(own, arguments, results, written, given)
+            return found
+    else:
+        call = own.with_tensors(types, shapes).checked()
+        own = replace(own, attributes=call.attributes)
+
+        def compiled(given: list[Any]) -> Sequence[Any]:
+            found: Sequence[Any] = tf_xla.call(call, given)
+            return found
 
     def run(*arranged: Any) -> tuple[Any, ...]:
-        return tuple(tf_xla.call(call, [tensor for tensor in arranged if tensor is not None]))
+        return tuple(compiled([tensor for tensor in arranged if tensor is not None]))
 
     inputs = [by_name.get(item.name) for item in spec.inputs]
     return tuple(gradient_tensorflow.with_gradient(
-        spec, inputs, call.attributes, run, recomputes=own.recompute_gradient
+        spec, inputs, own.attributes, run, recomputes=own.recompute_gradient
     ))  # fmt: skip
+
+
+def _open_results(
+    own: NodeCall, types: Sequence[str], shapes: Sequence[tuple[int | None, ...]]
+) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Element type and dimensions of each result, and the arguments that the last ones are the new values of.
+
+    A dimension that is not known is that of an argument; UnsupportedError where it is none.
+    """
+    filled, found, written = [], [], ()
+    for first, step in ((1072, 16), (4000, 48)):  # each unknown dimension gets a size of its own, twice
+        sizes = itertools.count(first, step)
+        filled.append([tuple(next(sizes) if e is None else e for e in shape) for shape in shapes])
+        call = own.with_tensors(types, filled[-1])
+        found.append(results_of(call))
+        written = call.written()
+    places = {
+        (filled[0][position][axis], filled[1][position][axis]): (position, axis)
+        for position, shape in enumerate(shapes)
+        for axis, extent in enumerate(shape)
+        if extent is None
+    }
+    results: list[Tensor] = []
+    for (element, one), (_, other) in zip(*found):
+        extents = [a if a == b else places.get((a, b)) for a, b in zip(one, other)]
+        if None in extents:
+            raise UnsupportedError(
+                f"{own.spec.name}: sizes of its outputs follow from unknown ones of its inputs, but are none of them, "
+                "which XLA cannot be told",
+                [f"{name} has shape {shape}" for name, shape in zip(own.inputs, shapes) if None in shape],
+                "known sizes, or jit_compile=False, where any size is taken",
+            )
+        results.append((element, extents))
+    return results, written

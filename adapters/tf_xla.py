@@ -2,7 +2,8 @@
 
 TensorFlow's own XLA takes handlers of the foreign function interface (`cki.adapters.xla_ffi`), and its operation
 `XlaCallModule` puts a StableHLO program into a graph: one custom call, whose text says all (`cki.adapters.xla_calls`).
-XLA compiles it together with what is around it; memory, workspace included, and stream are XLA's.
+XLA compiles it together with what is around it; memory, workspace included, and stream are XLA's.  Where sizes are not
+known while a function is traced the text says no shapes: the handler reads them at each call, and takes workspace then.
 
 A kernel of our own (`cki.adapters.tf_kernels`) is not told TensorFlow's compute stream: `TF_GetStream` answers for
 plugged-in devices only.  An XLA call on the same device is, and TensorFlow has one compute stream a device.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -20,22 +22,18 @@ import tensorflow as tf
 
 from cki import dtypes
 from cki.adapters import tf_c_api, xla_calls, xla_ffi
-from cki.adapters.tf_kernels import Place
-from cki.adapters.tf_types import TO_TF
+from cki.adapters.tf_kernels import Node, NodeCall, Place
+from cki.adapters.tf_stablehlo import Extent, Tensor, module
+from cki.adapters.tf_types import TO_CODE, TO_TF
 from cki.adapters.xla_calls import XlaCall
-from cki.adapters.xla_ffi import Invocation
-from cki.errors import DeviceError, UnsupportedError
+from cki.adapters.xla_ffi import Invocation, OpenInvocation
+from cki.errors import CkiError, DeviceError, UnsupportedError
 
-_TARGET, _STREAM_TARGET = "cki", "cki_stream"
+_TARGET, _OPEN_TARGET, _STREAM_TARGET = "cki", "cki_open", "cki_stream"
 #: Where the function table is asked for: XLA's C function, and the C++ function behind it, which takes nothing too.
 _GETTERS = ("XLA_FFI_GetApi", "_ZN3xla3ffi12GetXlaFfiApiEv")
 #: Of XlaCallModule: text modules, no serialised arguments.
 _MODULE_VERSION = 9
-
-_ELEMENTS = {
-    "f64": "f64", "f32": "f32", "f16": "f16", "bf16": "bf16", "e4m3": "f8E4M3FN", "e5m2": "f8E5M2", "i64": "i64",
-    "i32": "i32", "i16": "i16", "i8": "i8", "u64": "ui64", "u32": "ui32", "u16": "ui16", "u8": "ui8", "bool": "i1",
-}  # fmt: skip
 
 # Held for good: XLA may call a handler for as long as the process lives.
 _handlers: list[Any] = []
@@ -61,12 +59,14 @@ def register() -> None:
             "TensorFlow 2.20 or 2.21",
         )
     version = xla_ffi.api_version(address)
-    for target, function, platform, has_stream in (
+    for target, function, platform, is_gpu in (
         (_TARGET, xla_calls.run, "Host", False),
         (_TARGET, xla_calls.run, "CUDA", True),
+        (_OPEN_TARGET, functools.partial(_run_open, False), "Host", False),
+        (_OPEN_TARGET, functools.partial(_run_open, True), "CUDA", True),
         (_STREAM_TARGET, _learn, "CUDA", True),
     ):
-        handler = xla_ffi.make_handler(function, version, has_stream=has_stream)
+        handler = xla_ffi.make_handler(function, version, has_stream=is_gpu, is_open=target == _OPEN_TARGET)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))
         xla_ffi.register(address, target, platform, handler)
         _handlers.append(handler)
@@ -84,14 +84,9 @@ def call(call: XlaCall, tensors: Sequence[Any]) -> list[Any]:
     """The operation as part of the graph for XLA.  Returns outputs, then the new values of what it writes."""
     register()
     is_sim = call.device.startswith("sim:")
-    indices = [0] if is_sim else [place(number).ordinal for number in range(num_gpus())]
-    if not indices:
-        raise DeviceError(
-            f"{call.operation}: TensorFlow sees no GPU, and the current device is cuda",
-            hint='the simulated device: `with cki.device("sim"):` around the tracing, or CKI_DEVICE=sim',
-        )
+    indices = [0] if is_sim else [place(number).ordinal for number in range(_require_gpus(call.spec.name))]
     whole = xla_calls.prepare_call(call.checked(), indices)
-    results = [(output.dtype.name, tuple(output.shape)) for _, output in whole.outputs()]
+    results: list[Tensor] = [(output.dtype.name, tuple(output.shape)) for _, output in whole.outputs()]
     num_outputs = len(results)
     written = whole.written()
     results += [whole.tensors[index][1:] for index in written]
@@ -99,65 +94,72 @@ def call(call: XlaCall, tensors: Sequence[Any]) -> list[Any]:
     if whole.workspace:
         results.append((dtypes.u8.name, (whole.workspace,)))
     aliases = [(num_outputs + n, index) for n, index in enumerate(written)]
-    text = _module(_TARGET, [(e, s) for _, e, s in whole.tensors], results, aliases, whole.text())
+    text = module(_TARGET, [(e, s) for _, e, s in whole.tensors], results, aliases, whole.text())
     return _run_module(text, tensors, results, "CPU" if is_sim else "CUDA")[:num_results]
 
 
-def _run_module(
-    text: str, tensors: Sequence[Any], results: Sequence[tuple[str, tuple[int, ...]]], platform: str
+def call_open(
+    own: NodeCall,
+    arguments: Sequence[Tensor],
+    results: Sequence[Tensor],
+    written: Sequence[int],
+    tensors: Sequence[Any],
 ) -> list[Any]:
+    """`call` where sizes are open.  results: outputs, then the new values of the arguments at `written`."""
+    register()
+    is_sim = own.device.startswith("sim:")
+    if not is_sim:
+        _require_gpus(own.spec.name)
+    num_outputs = len(results) - len(written)
+    aliases = [(num_outputs + n, index) for n, index in enumerate(written)]
+    content = json.dumps([own.text().decode(), [element for element, _ in arguments]])
+    text = module(_OPEN_TARGET, arguments, results, aliases, content)
+    return _run_module(text, tensors, results, "CPU" if is_sim else "CUDA")
+
+
+def _require_gpus(operation: str) -> int:
+    count = num_gpus()
+    if not count:
+        raise DeviceError(
+            f"{operation}: TensorFlow sees no GPU, and the current device is cuda",
+            hint='the simulated device: `with cki.device("sim"):` around the tracing, or CKI_DEVICE=sim',
+        )
+    return count
+
+
+@functools.lru_cache(maxsize=4096)
+def _open_node(text: bytes) -> tuple[Node, tuple[int, ...]]:
+    own, types = json.loads(text)
+    return Node(own.encode()), tuple(TO_CODE[name] for name in types)
+
+
+def _run_open(is_gpu: bool, invocation: OpenInvocation) -> None:
+    """What XLA's handlers do for a call whose sizes were open."""
+    call = invocation.call
+    node, codes = _open_node(call.text)
+    index = xla_calls.device_index(call)
+    launch = node.launch_for(is_gpu, index, codes, invocation.shapes, call.arguments)
+    results = list(call.results)
+    alignment = 256 if is_gpu else 64
+    if any(address % alignment for address in results):
+        raise CkiError(f"XLA placed a result at no multiple of {alignment} bytes")
+    if launch.workspace is not None:
+        results.append(invocation.allocate(launch.workspace[0]))
+    launch.prepared.launch(call._replace(results=results))
+
+
+def _run_module(text: str, tensors: Sequence[Any], results: Sequence[Tensor], platform: str) -> list[Any]:
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
     found = gen_xla_ops.xla_call_module(
-        list(tensors), version=_MODULE_VERSION, module=text.encode(), Sout=[shape for _, shape in results],
+        list(tensors), version=_MODULE_VERSION, module=text.encode(), Sout=[_known(shape) for _, shape in results],
         Tout=[TO_TF[element] for element, _ in results], platforms=[platform],
     )  # fmt: skip
     return list(found)
 
 
-def _type(element: str, shape: Sequence[int]) -> str:
-    return f"tensor<{''.join(f'{extent}x' for extent in shape)}{_ELEMENTS[element]}>"
-
-
-def _layout(shape: Sequence[int]) -> str:
-    """Row-major, whatever XLA would choose."""
-    if not shape:
-        return "dense<> : tensor<0xindex>"
-    return f"dense<[{', '.join(str(axis) for axis in reversed(range(len(shape))))}]> : tensor<{len(shape)}xindex>"
-
-
-def _module(
-    target: str, arguments: Sequence[tuple[str, Sequence[int]]], results: Sequence[tuple[str, Sequence[int]]],
-    aliases: Sequence[tuple[int, int]], text: str,
-) -> str:  # fmt: skip
-    """A StableHLO module of one custom call.  aliases: (result, argument) pairs that share memory."""
-    taken = [_type(*argument) for argument in arguments]
-    given = [_type(*result) for result in results]
-    names = [f"%arg{index}" for index in range(len(arguments))]
-    signature = ", ".join(f"{name}: {kind}" for name, kind in zip(names, taken))
-    escaped = text.replace("\\", "\\5C").replace('"', "\\22")
-    options = [
-        "api_version = 4 : i32",
-        f'backend_config = {{call = "{escaped}"}}',
-        f"operand_layouts = [{', '.join(_layout(shape) for _, shape in arguments)}]",
-        f"result_layouts = [{', '.join(_layout(shape) for _, shape in results)}]",
-    ]
-    if aliases:
-        listed = ", ".join(
-            f"#stablehlo.output_operand_alias<output_tuple_indices = [{result if len(results) > 1 else ''}], "
-            f"operand_index = {argument}, operand_tuple_indices = []>"
-            for result, argument in aliases
-        )
-        options.append(f"output_operand_aliases = [{listed}]")
-    many = len(results) > 1
-    returned = ", ".join(f"%0#{index}" for index in range(len(results))) if many else "%0"
-    kinds = ", ".join(given)
-    return (
-        f"module @cki {{\n  func.func public @main({signature}) -> ({kinds}) {{\n"
-        f"    %0{f':{len(results)}' if many else ''} = stablehlo.custom_call @{target}({', '.join(names)}) "
-        f"{{{', '.join(options)}}} : ({', '.join(taken)}) -> {f'({kinds})' if many else kinds}\n"
-        f"    return {returned} : {kinds}\n  }}\n}}\n"
-    )
+def _known(shape: Sequence[Extent]) -> Any:
+    return tf.TensorShape([extent if isinstance(extent, int) else None for extent in shape])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ def _find_place(number: int) -> Place:
     register()
     with _learning:
         if number not in _places:
-            text = _module(_STREAM_TARGET, [("f32", (1,))], [("f32", (1,))], [], str(number))
+            text = module(_STREAM_TARGET, [("f32", (1,))], [("f32", (1,))], [], str(number))
             with tf.init_scope(), tf.device(f"GPU:{number}"):
                 (result,) = _run_module(text, [tf.zeros(1)], [("f32", (1,))], "CUDA")
                 result.numpy()

@@ -227,7 +227,7 @@ def run(invocation: Invocation) -> None:
     bits = 0
     for address in invocation.arguments:
         bits |= address
-    index = invocation.ordinal if invocation.ordinal >= 0 else _current_device()
+    index = device_index(invocation)
     key: tuple[Any, ...] = (invocation.text, index)
     prepared = None
     if not bits % _ANY_ALIGNMENT:
@@ -274,7 +274,11 @@ def _find(invocation: Invocation, index: int) -> Prepared:
     return prepared
 
 
-def _current_device() -> int:
+def device_index(invocation: Invocation) -> int:
+    """The CUDA device that a handler is called for; 0 on the CPU."""
+    ordinal: int = invocation.ordinal
+    if ordinal >= 0:
+        return ordinal
     from cki import driver
 
     return driver.current_device()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from cki.adapters import xla_ffi_structs as ffi
+from cki.adapters.xla_activity import activity as activity
 from cki.errors import CkiError, UnsupportedError
 
 _API_MAJOR = 0
@@ -26,126 +27,6 @@ _ATTRIBUTE_STRING = 4
 _CODE_INVALID_ARGUMENT, _CODE_RESOURCE_EXHAUSTED, _CODE_INTERNAL = 3, 8, 13
 #: Longer texts are cut: XLA logs them whole.
 _LONGEST_MESSAGE = 4000
-
-_Pointer = ctypes.c_void_p
-_Size = ctypes.c_size_t
-
-
-class _Version(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _Size),
-        ("extension", _Pointer),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    ]
-
-
-class _Api(ctypes.Structure):
-    """Function table.  Later versions only append to it."""
-
-    _fields_ = [
-        ("struct_size", _Size), ("extension", _Pointer), ("version", _Version), ("internal", _Pointer),
-        *((name, _Pointer) for name in (
-            "error_create", "error_get_message", "error_destroy", "handler_register", "stream_get", "type_register",
-            "context_get", "state_set", "state_get", "memory_allocate", "memory_free", "pool_schedule",
-            "pool_num_threads", "future_create", "future_set_available", "future_set_error", "run_id_get",
-            "device_ordinal_get",
-        )),
-    ]  # fmt: skip
-
-
-class _ByteSpan(ctypes.Structure):
-    _fields_ = [("data", _Pointer), ("length", _Size)]
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _Size), ("extension", _Pointer), ("dtype", ctypes.c_int), ("data", _Pointer),
-        ("rank", ctypes.c_int64), ("dims", _Pointer),
-    ]  # fmt: skip
-
-
-class _Buffers(ctypes.Structure):
-    """Arguments, or results: pointers to `size` buffers."""
-
-    _fields_ = [
-        ("struct_size", _Size), ("extension", _Pointer), ("size", ctypes.c_int64), ("types", _Pointer),
-        ("buffers", ctypes.POINTER(ctypes.POINTER(_Buffer))),
-    ]  # fmt: skip
-
-
-class _Attributes(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _Size), ("extension", _Pointer), ("size", ctypes.c_int64),
-        ("types", ctypes.POINTER(ctypes.c_int)), ("names", _Pointer), ("values", ctypes.POINTER(_Pointer)),
-    ]  # fmt: skip
-
-
-class _CallFrame(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _Size), ("extension", _Pointer), ("api", ctypes.POINTER(_Api)), ("context", _Pointer),
-        ("stage", ctypes.c_int), ("arguments", _Buffers), ("results", _Buffers), ("attributes", _Attributes),
-    ]  # fmt: skip
-
-
-class _ExtensionBase(ctypes.Structure):
-    _fields_ = [("struct_size", _Size), ("type", ctypes.c_int), ("next", _Pointer)]
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = [("struct_size", _Size), ("version", _Version), ("traits", ctypes.c_uint32)]
-
-
-class _MetadataExtension(ctypes.Structure):
-    _fields_ = [("base", _ExtensionBase), ("metadata", ctypes.POINTER(_Metadata))]
-
-
-class _StreamArguments(ctypes.Structure):
-    _fields_ = [("struct_size", _Size), ("extension", _Pointer), ("context", _Pointer), ("stream", _Pointer)]
-
-
-class _OrdinalArguments(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _Size),
-        ("extension", _Pointer),
-        ("context", _Pointer),
-        ("ordinal", ctypes.c_int32),
-    ]
-
-
-class _ErrorArguments(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _Size), ("extension", _Pointer), ("message", ctypes.c_char_p), ("code", ctypes.c_int),
-    ]  # fmt: skip
-
-
-class _DestroyArguments(ctypes.Structure):
-    _fields_ = [("struct_size", _Size), ("extension", _Pointer), ("error", _Pointer)]
-
-
-class _MessageArguments(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _Size), ("extension", _Pointer), ("error", _Pointer), ("message", ctypes.c_char_p),
-    ]  # fmt: skip
-
-
-class _RegisterArguments(ctypes.Structure):
-    """Only the last of the four stages is ours."""
-
-    _fields_ = [
-        ("struct_size", _Size), ("extension", _Pointer), ("name", _ByteSpan), ("platform", _ByteSpan),
-        ("instantiate", _Pointer), ("prepare", _Pointer), ("initialize", _Pointer), ("execute", _Pointer),
-        ("traits", ctypes.c_uint32),
-    ]  # fmt: skip
-
-
-_Handler = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_CallFrame))
-_ErrorCreate = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_ErrorArguments))
-_ErrorDestroy = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DestroyArguments))
-_ErrorMessage = ctypes.CFUNCTYPE(None, ctypes.POINTER(_MessageArguments))
-_Register = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_RegisterArguments))
-_StreamGet = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_StreamArguments))
-_OrdinalGet = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(_OrdinalArguments))
 
 
 class Invocation(NamedTuple):
@@ -162,6 +43,17 @@ class Invocation(NamedTuple):
     ordinal: int
 
 
+class OpenInvocation(NamedTuple):
+    """A call whose text says no shapes.
+
+    shapes: of the arguments.  allocate: temporary memory of so many bytes, until the handler returns.
+    """
+
+    call: Invocation
+    shapes: tuple[tuple[int, ...], ...]
+    allocate: Callable[[int], int]
+
+
 def header_version(include_dir: str) -> tuple[int, int]:
     """API version that a framework states in its C header (under include_dir); (0, 2) where it ships none."""
     path = os.path.join(include_dir, "xla", "ffi", "api", "c_api.h")
@@ -176,12 +68,17 @@ def header_version(include_dir: str) -> tuple[int, int]:
 
 
 def make_handler(
-    function: Callable[[Invocation], None], version: tuple[int, int], *, has_stream: bool
+    function: Callable[[Any], None],
+    version: tuple[int, int],
+    *,
+    has_stream: bool,
+    is_open: bool = False,
 ) -> Any:
     """A C function for XLA's execute stage that calls `function`.
 
     version: the runtime's API version (`header_version`), which the handler says it was made for; at most the newest
-    known.  has_stream: ask XLA for its CUDA stream and device.  The result owns the C function: keep it as long as XLA
+    known.  has_stream: ask XLA for its CUDA stream and device.  is_open: `function` takes an OpenInvocation.
+    The result owns the C function: keep it as long as XLA
     may call it.  An exception of `function` becomes the XLA error of its text.
     """
     answered = (version[0], min(version[1], _KNOWN_MINOR))
@@ -192,7 +89,10 @@ def make_handler(
         try:
             if frame.extension and _answer_metadata(frame.extension, answered):
                 return None
-            function(_read(frame, has_stream))
+            if is_open:
+                _call_open(function, frame, has_stream)
+            else:
+                function(_read(frame, has_stream))
         except BaseException as error:
             # Whatever happened must not pass as success: ctypes would print it and return 0.
             return _xla_error(frame.api, error)
@@ -200,14 +100,14 @@ def make_handler(
             activity.leave()
         return None
 
-    return _Handler(handler)
+    return ffi.Handler(handler)
 
 
 def api_version(address: int) -> tuple[int, int]:
     """The version of the function table at an address; UnsupportedError where it is none that is known here."""
-    api = _Api.from_address(address)
+    api = ffi.Api.from_address(address)
     version = api.version.major, api.version.minor
-    needed = _Api.stream_get.offset + _Api.stream_get.size
+    needed = ffi.Api.stream_get.offset + ffi.Api.stream_get.size
     if version[0] != _API_MAJOR or not 1 <= version[1] <= _KNOWN_MINOR or api.struct_size < needed:
         raise UnsupportedError(
             f"this XLA speaks FFI {version[0]}.{version[1]} with a table of {api.struct_size} bytes; CKI knows "
@@ -221,55 +121,29 @@ def register(address: int, name: str, platform: str, handler: Any) -> None:
 
     platform: "Host" or "CUDA".  UnsupportedError with XLA's words where it refuses.
     """
-    api = _Api.from_address(address)
+    api = ffi.Api.from_address(address)
     target, place = name.encode(), platform.encode()
-    arguments = _RegisterArguments(
-        _RegisterArguments.traits.offset + 4, None, _span(target), _span(place), None, None, None,
-        ctypes.cast(handler, _Pointer), 0,
+    arguments = ffi.RegisterArguments(
+        ffi.RegisterArguments.traits.offset + 4, None, _span(target), _span(place), None, None, None,
+        ctypes.cast(handler, ffi.Pointer), 0,
     )  # fmt: skip
-    error = _Register(api.handler_register)(ctypes.byref(arguments))
+    error = ffi.Register(api.handler_register)(ctypes.byref(arguments))
     if not error:
         return
-    message = _MessageArguments(ctypes.sizeof(_MessageArguments), None, error, None)
-    _ErrorMessage(api.error_get_message)(ctypes.byref(message))
+    message = ffi.MessageArguments(ctypes.sizeof(ffi.MessageArguments), None, error, None)
+    ffi.ErrorMessage(api.error_get_message)(ctypes.byref(message))
     text = (message.message or b"").decode("utf-8", "replace")
     _failed(api, error)
     raise UnsupportedError(f"XLA does not take a handler for {platform}: {text}")
 
 
-def _span(text: bytes) -> _ByteSpan:
-    return _ByteSpan(ctypes.cast(ctypes.c_char_p(text), _Pointer), len(text))
-
-
-class Activity:
-    """How many handlers run, in all threads of XLA's, and when the last one ended."""
-
-    def __init__(self) -> None:
-        self._running: list[None] = []  # append and pop are atomic
-        self._ended = 0.0
-
-    def enter(self) -> None:
-        self._running.append(None)
-
-    def leave(self) -> None:
-        self._running.pop()
-        self._ended = time.monotonic()
-
-    def wait_quiet(self, seconds: float, patience: float) -> None:
-        """Wait until no handler has run for so long, from now on; `patience` seconds at most."""
-        begin = time.monotonic()
-        while (now := time.monotonic()) < begin + patience:
-            if not self._running and now - max(begin, self._ended) >= seconds:
-                break
-            time.sleep(seconds / 10)
-
-
-activity = Activity()
+def _span(text: bytes) -> ffi.ByteSpan:
+    return ffi.ByteSpan(ctypes.cast(ctypes.c_char_p(text), ffi.Pointer), len(text))
 
 
 def _answer_metadata(extension: int, version: tuple[int, int]) -> bool:
     """At registration XLA asks which API a handler is made for.  No traits: a call may not be replayed without us."""
-    found = _MetadataExtension.from_address(extension)
+    found = ffi.MetadataExtension.from_address(extension)
     if found.base.type != _EXTENSION_METADATA:
         return False
     metadata = found.metadata.contents
@@ -278,7 +152,7 @@ def _answer_metadata(extension: int, version: tuple[int, int]) -> bool:
     return True
 
 
-def _read(frame: _CallFrame, has_stream: bool) -> Invocation:
+def _read(frame: ffi.CallFrame, has_stream: bool) -> Invocation:
     api = frame.api.contents
     _check_layout(frame, api)
     stream, ordinal = _stream_and_ordinal(frame, api) if has_stream else (0, 0)
@@ -287,16 +161,60 @@ def _read(frame: _CallFrame, has_stream: bool) -> Invocation:
     )
 
 
-def _check_layout(frame: _CallFrame, api: _Api) -> None:
+def _call_open(function: Callable[[OpenInvocation], None], frame: ffi.CallFrame, has_stream: bool) -> None:
+    call, scratch = _read(frame, has_stream), _Scratch(frame, has_stream)
+    try:
+        function(OpenInvocation(call, _shapes(frame.arguments), scratch.allocate))
+    finally:
+        scratch.free()
+
+
+class _Scratch:
+    """Temporary memory of one call: XLA's on a GPU, in the order of its stream; else the process's."""
+
+    def __init__(self, frame: ffi.CallFrame, has_stream: bool) -> None:
+        self._frame, self._has_stream = frame, has_stream
+        self._taken: list[tuple[int, int]] = []
+        self._buffers: list[Any] = []
+
+    def allocate(self, nbytes: int) -> int:
+        if not self._has_stream:
+            self._buffers.append(ctypes.create_string_buffer(nbytes))
+            return ctypes.addressof(self._buffers[-1])
+        api = self._frame.api.contents
+        asked = ffi.AllocateArguments(
+            ctypes.sizeof(ffi.AllocateArguments), None, self._frame.context, nbytes, 1, None
+        )
+        if _failed(api, ffi.Allocate(api.memory_allocate)(ctypes.byref(asked))) or not asked.data:
+            raise MemoryError(f"XLA has no {nbytes} bytes of temporary memory")
+        self._taken.append((nbytes, asked.data))
+        return int(asked.data)
+
+    def free(self) -> None:
+        api = self._frame.api.contents
+        for nbytes, data in self._taken:
+            freed = ffi.FreeArguments(
+                ctypes.sizeof(ffi.FreeArguments), None, self._frame.context, nbytes, data
+            )
+            _failed(api, ffi.Free(api.memory_free)(ctypes.byref(freed)))
+
+
+def _shapes(buffers: ffi.Buffers) -> tuple[tuple[int, ...], ...]:
+    found = [buffers.buffers[index].contents for index in range(buffers.size)]
+    return tuple(tuple((ctypes.c_int64 * b.rank).from_address(b.dims)) if b.rank else () for b in found)
+
+
+def _check_layout(frame: ffi.CallFrame, api: ffi.Api) -> None:
     """Raise CkiError unless the runtime's structures hold at least the fields that are read here."""
     wanted = (
-        (frame, _CallFrame), (frame.arguments, _Buffers), (frame.results, _Buffers), (frame.attributes, _Attributes),
+        (frame, ffi.CallFrame), (frame.arguments, ffi.Buffers), (frame.results, ffi.Buffers),
+        (frame.attributes, ffi.Attributes),
     )  # fmt: skip
     if api.version.major == _API_MAJOR and all(
         part.struct_size >= ctypes.sizeof(kind) for part, kind in wanted
     ):
         return
-    found = ", ".join(f"{kind.__name__[1:]} of {part.struct_size} bytes" for part, kind in wanted)
+    found = ", ".join(f"{kind.__name__} of {part.struct_size} bytes" for part, kind in wanted)
     needed = ", ".join(str(ctypes.sizeof(kind)) for _, kind in wanted)
     raise CkiError(
         f"this XLA speaks FFI {api.version.major}.{api.version.minor} ({found}); CKI reads FFI {_API_MAJOR}.1 to "
@@ -304,37 +222,37 @@ def _check_layout(frame: _CallFrame, api: _Api) -> None:
     )
 
 
-def _addresses(buffers: _Buffers) -> list[int]:
+def _addresses(buffers: ffi.Buffers) -> list[int]:
     pointers = buffers.buffers
     return [pointers[index].contents.data or 0 for index in range(buffers.size)]
 
 
-def _text(attributes: _Attributes) -> bytes:
+def _text(attributes: ffi.Attributes) -> bytes:
     if attributes.size != 1 or attributes.types[0] != _ATTRIBUTE_STRING:
         raise CkiError(f"a call with {attributes.size} attributes where one text is expected")
-    span = _ByteSpan.from_address(attributes.values[0])
+    span = ffi.ByteSpan.from_address(attributes.values[0])
     return ctypes.string_at(span.data, span.length)
 
 
-def _stream_and_ordinal(frame: _CallFrame, api: _Api) -> tuple[int, int]:
-    asked = _StreamArguments(ctypes.sizeof(_StreamArguments), None, frame.context, None)
-    if _failed(api, _StreamGet(api.stream_get)(ctypes.byref(asked))):
+def _stream_and_ordinal(frame: ffi.CallFrame, api: ffi.Api) -> tuple[int, int]:
+    asked = ffi.StreamArguments(ctypes.sizeof(ffi.StreamArguments), None, frame.context, None)
+    if _failed(api, ffi.StreamGet(api.stream_get)(ctypes.byref(asked))):
         raise CkiError("XLA has no CUDA stream for this call")
     if (
-        api.struct_size < _Api.device_ordinal_get.offset + ctypes.sizeof(_Pointer)
+        api.struct_size < ffi.Api.device_ordinal_get.offset + ctypes.sizeof(ffi.Pointer)
         or not api.device_ordinal_get
     ):
         return asked.stream or 0, -1
-    place = _OrdinalArguments(_OrdinalArguments.ordinal.offset + 4, None, frame.context, -1)
-    failed = _failed(api, _OrdinalGet(api.device_ordinal_get)(ctypes.byref(place)))
+    place = ffi.OrdinalArguments(ffi.OrdinalArguments.ordinal.offset + 4, None, frame.context, -1)
+    failed = _failed(api, ffi.OrdinalGet(api.device_ordinal_get)(ctypes.byref(place)))
     return asked.stream or 0, -1 if failed else place.ordinal
 
 
-def _failed(api: _Api, error: int | None) -> bool:
+def _failed(api: ffi.Api, error: int | None) -> bool:
     """Whether a function of the API returned an error, which is ours to destroy."""
     if error:
-        _ErrorDestroy(api.error_destroy)(
-            ctypes.byref(_DestroyArguments(ctypes.sizeof(_DestroyArguments), None, error))
+        ffi.ErrorDestroy(api.error_destroy)(
+            ctypes.byref(ffi.DestroyArguments(ctypes.sizeof(ffi.DestroyArguments), None, error))
         )
     return bool(error)
 
@@ -354,6 +272,6 @@ def _xla_error(api: Any, error: BaseException) -> int | None:
     encoded = message.encode("utf-8", "replace").replace(b"\0", b" ")
     if len(encoded) > _LONGEST_MESSAGE:
         encoded = encoded[:1000] + b"\n...\n" + encoded[-_LONGEST_MESSAGE + 1005 :]
-    arguments = _ErrorArguments(_ErrorArguments.code.offset + 4, None, encoded, code)
-    created: int | None = _ErrorCreate(api.contents.error_create)(ctypes.byref(arguments))
+    arguments = ffi.ErrorArguments(ffi.ErrorArguments.code.offset + 4, None, encoded, code)
+    created: int | None = ffi.ErrorCreate(api.contents.error_create)(ctypes.byref(arguments))
     return created

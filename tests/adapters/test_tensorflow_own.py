@@ -76,6 +76,6 @@ def test_a_saved_model_with_one_says_that_it_stays_here(scale, tmp_path):
     from cki.adapters import known_operations
 
     with pytest.raises(
-        cki.CkiError, match="CKI has no operation 'scale' here; .* in the process that traced it"
+        cki.CkiError, match="CKI has no operation 'scale' here: .* in the process that traced it"
     ):
         known_operations.find("scale@0")

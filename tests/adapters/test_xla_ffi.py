@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cki.adapters import xla_ffi
+from cki.adapters import xla_ffi, xla_ffi_structs
 from cki.errors import CkiError, InvalidArgumentError
 
 
@@ -21,13 +22,13 @@ class Runtime:
         self.destroyed: list[int] = []
         self.stream_error: int | None = None
         self._kept: list[Any] = []
-        api = xla_ffi._Api()
+        api = xla_ffi_structs.Api()
         api.struct_size = ctypes.sizeof(api) if api_size is None else api_size
         api.version.major = major
-        api.error_create = self._function(xla_ffi._ErrorCreate, self._error)
-        api.error_destroy = self._function(xla_ffi._ErrorDestroy, self._destroy)
-        api.stream_get = self._function(xla_ffi._StreamGet, self._stream)
-        api.device_ordinal_get = self._function(xla_ffi._OrdinalGet, self._ordinal)
+        api.error_create = self._function(xla_ffi_structs.ErrorCreate, self._error)
+        api.error_destroy = self._function(xla_ffi_structs.ErrorDestroy, self._destroy)
+        api.stream_get = self._function(xla_ffi_structs.StreamGet, self._stream)
+        api.device_ordinal_get = self._function(xla_ffi_structs.OrdinalGet, self._ordinal)
         self.api = api
 
     def _function(self, kind: Any, python: Any) -> int:
@@ -52,13 +53,13 @@ class Runtime:
     def frame(
         self, text: bytes = b"call", addresses: tuple[int, ...] = (64, 128), results: tuple[int, ...] = (256,)
     ) -> Any:
-        frame = xla_ffi._CallFrame()
+        frame = xla_ffi_structs.CallFrame()
         frame.runtime = self  # keeps what the frame points to
         frame.struct_size = ctypes.sizeof(frame)
         frame.api = ctypes.pointer(self.api)
         self._fill(frame.arguments, addresses)
         self._fill(frame.results, results)
-        span = xla_ffi._ByteSpan(ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p), len(text))
+        span = xla_ffi_structs.ByteSpan(ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p), len(text))
         types, values = (ctypes.c_int * 1)(4), (ctypes.c_void_p * 1)(ctypes.addressof(span))
         frame.attributes.struct_size, frame.attributes.size = ctypes.sizeof(frame.attributes), 1
         frame.attributes.types, frame.attributes.values = types, values
@@ -66,9 +67,9 @@ class Runtime:
         return frame
 
     def _fill(self, buffers: Any, addresses: tuple[int, ...]) -> None:
-        kind = ctypes.POINTER(xla_ffi._Buffer)
+        kind = ctypes.POINTER(xla_ffi_structs.Buffer)
         made = [
-            xla_ffi._Buffer(ctypes.sizeof(xla_ffi._Buffer), None, 11, address, 0, None)
+            xla_ffi_structs.Buffer(ctypes.sizeof(xla_ffi_structs.Buffer), None, 11, address, 0, None)
             for address in addresses
         ]
         pointers = (kind * len(made))(*map(ctypes.pointer, made))
@@ -91,7 +92,9 @@ def test_what_a_call_is_told():
 def test_a_runtime_that_tells_no_device():
     """Its function table ends before XLA_FFI_DeviceOrdinal_Get."""
     seen: list[Any] = []
-    handler_of(seen.append, has_stream=True)(Runtime(api_size=xla_ffi._Api.device_ordinal_get.offset).frame())
+    handler_of(seen.append, has_stream=True)(
+        Runtime(api_size=xla_ffi_structs.Api.device_ordinal_get.offset).frame()
+    )
     assert seen[0].ordinal == -1
 
 
@@ -158,10 +161,10 @@ def test_attributes_of_another_kind_are_refused():
 @pytest.mark.parametrize(("version", "answered"), [((0, 2), (0, 2)), ((0, 4), (0, 4)), ((0, 9), (0, 4))])
 def test_registration_asks_for_the_version(version, answered):
     """The frame of that question has neither function table nor context."""
-    metadata = xla_ffi._Metadata(traits=7)
-    extension = xla_ffi._MetadataExtension()
+    metadata = xla_ffi_structs.Metadata(traits=7)
+    extension = xla_ffi_structs.MetadataExtension()
     extension.base.type, extension.metadata = 1, ctypes.pointer(metadata)
-    frame = xla_ffi._CallFrame(extension=ctypes.addressof(extension))
+    frame = xla_ffi_structs.CallFrame(extension=ctypes.addressof(extension))
     assert xla_ffi.make_handler(lambda _: pytest.fail("called"), version, has_stream=True)(frame) is None
     assert (metadata.version.major, metadata.version.minor, metadata.traits) == (*answered, 0)
 
@@ -176,31 +179,40 @@ def test_version_of_the_header(tmp_path):
     assert xla_ffi.header_version(str(tmp_path)) == (0, 2)
 
 
-@pytest.mark.jax
-def test_layouts_are_those_of_jax_s_header(tmp_path):
-    """Offsets and sizes as a C++ compiler sees them in the header that jaxlib ships."""
-    jax = pytest.importorskip("jax")
+@pytest.mark.parametrize("package", [pytest.param("jaxlib", marks=pytest.mark.jax),
+                                     pytest.param("tensorflow", marks=pytest.mark.tensorflow)])  # fmt: skip
+def test_layouts_are_those_of_the_header_that_a_framework_ships(tmp_path, package):
+    """Offsets and sizes as a C++ compiler sees them."""
     from cki.sim import toolchain
 
-    include = Path(jax.ffi.include_dir())
+    found = importlib.util.find_spec(package)
+    if found is None:
+        pytest.skip(f"{package} is not installed")
+    include = Path(found.submodule_search_locations[0]) / "include"
     if not (include / "xla" / "ffi" / "api" / "c_api.h").exists():
-        pytest.skip("this jaxlib ships no FFI header")
+        pytest.skip(f"this {package} ships no FFI header")
     offsets = {
-        ("XLA_FFI_CallFrame", "args"): xla_ffi._CallFrame.arguments,
-        ("XLA_FFI_CallFrame", "rets"): xla_ffi._CallFrame.results,
-        ("XLA_FFI_CallFrame", "attrs"): xla_ffi._CallFrame.attributes,
-        ("XLA_FFI_Api", "XLA_FFI_Error_Create"): xla_ffi._Api.error_create,
-        ("XLA_FFI_Api", "XLA_FFI_Stream_Get"): xla_ffi._Api.stream_get,
-        ("XLA_FFI_Api", "XLA_FFI_DeviceOrdinal_Get"): xla_ffi._Api.device_ordinal_get,
-        ("XLA_FFI_Buffer", "data"): xla_ffi._Buffer.data,
-        ("XLA_FFI_Metadata", "traits"): xla_ffi._Metadata.traits,
-        ("XLA_FFI_Metadata_Extension", "metadata"): xla_ffi._MetadataExtension.metadata,
-        ("XLA_FFI_Stream_Get_Args", "stream"): xla_ffi._StreamArguments.stream,
-        ("XLA_FFI_DeviceOrdinal_Get_Args", "device_ordinal"): xla_ffi._OrdinalArguments.ordinal,
-        ("XLA_FFI_Error_Create_Args", "errc"): xla_ffi._ErrorArguments.code,
+        ("XLA_FFI_CallFrame", "args"): xla_ffi_structs.CallFrame.arguments,
+        ("XLA_FFI_CallFrame", "rets"): xla_ffi_structs.CallFrame.results,
+        ("XLA_FFI_CallFrame", "attrs"): xla_ffi_structs.CallFrame.attributes,
+        ("XLA_FFI_Api", "XLA_FFI_Error_Create"): xla_ffi_structs.Api.error_create,
+        ("XLA_FFI_Api", "XLA_FFI_Stream_Get"): xla_ffi_structs.Api.stream_get,
+        ("XLA_FFI_Api", "XLA_FFI_DeviceOrdinal_Get"): xla_ffi_structs.Api.device_ordinal_get,
+        ("XLA_FFI_Buffer", "data"): xla_ffi_structs.Buffer.data,
+        ("XLA_FFI_Metadata", "traits"): xla_ffi_structs.Metadata.traits,
+        ("XLA_FFI_Metadata_Extension", "metadata"): xla_ffi_structs.MetadataExtension.metadata,
+        ("XLA_FFI_Stream_Get_Args", "stream"): xla_ffi_structs.StreamArguments.stream,
+        ("XLA_FFI_DeviceOrdinal_Get_Args", "device_ordinal"): xla_ffi_structs.OrdinalArguments.ordinal,
+        ("XLA_FFI_Error_Create_Args", "errc"): xla_ffi_structs.ErrorArguments.code,
+        ("XLA_FFI_Error_GetMessage_Args", "message"): xla_ffi_structs.MessageArguments.message,
+        ("XLA_FFI_Handler_Register_Args", "platform"): xla_ffi_structs.RegisterArguments.platform,
+        ("XLA_FFI_Handler_Register_Args", "traits"): xla_ffi_structs.RegisterArguments.traits,
+        ("XLA_FFI_DeviceMemory_Allocate_Args", "data"): xla_ffi_structs.AllocateArguments.data,
+        ("XLA_FFI_DeviceMemory_Free_Args", "data"): xla_ffi_structs.FreeArguments.data,
     }
     sizes = {
-        "XLA_FFI_Buffer": xla_ffi._Buffer, "XLA_FFI_Args": xla_ffi._Buffers, "XLA_FFI_Attrs": xla_ffi._Attributes,
+        "XLA_FFI_Buffer": xla_ffi_structs.Buffer, "XLA_FFI_Args": xla_ffi_structs.Buffers,
+        "XLA_FFI_Attrs": xla_ffi_structs.Attributes,
     }  # fmt: skip
     printed = [f"offsetof({structure}, {field})" for structure, field in offsets]
     printed += [f"sizeof({structure})" for structure in sizes]
