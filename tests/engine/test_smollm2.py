@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from cki.engine import LLM, SamplingParams, open_model
-from cki.reference.decoder import decoder
+from cki.engine import LLM, SamplingParams
 from tests.engine.model_files import smollm2_path
 
 PROMPT = "The capital of France is"
+#: cki.reference.decoder on the file's weights, after "The capital of France is Paris": . , and ( ." ).
+LIKELIEST = {30: 25.143, 28: 23.864, 284: 22.527, 365: 21.071, 1270: 21.017, 595: 20.982}
 
 
 def test_real_text_from_real_weights(device):
     path = smollm2_path()
     llm = LLM(path, device=device.kind, dtype="f16", max_length=128, max_sequences=2, max_step_tokens=64)
-    count = 2 if device.kind == "sim" else 8
-    output = llm.generate(PROMPT, SamplingParams(max_tokens=count))[0]
-    assert output.text.startswith(" Paris.")
-    assert output.stats.new_tokens == count
-    # The last step's logits: of a prompt's prefill and of decoding after it.
+    output = llm.generate(PROMPT, SamplingParams(max_tokens=2, logprobs=1))[0]
+    assert output.text == " Paris."
+    # The last step's logits: of decoding, after a prompt's prefill.
     logits = llm.model.logits().numpy()[0].astype(np.float64)
-    files = open_model(path)
-    tokens = [*output.prompt_token_ids, *output.token_ids[:-1]]
-    truth = decoder(dict(files.weights.items()), files.config, np.array(tokens))[-1]
-    # 16 bits of weights and of 30 layers' activations, beside logits that spread over 20 units.
-    assert np.abs(logits - truth).max() < 0.15
-    assert np.corrcoef(logits, truth)[0, 1] > 0.9999
+    found = logits[list(LIKELIEST)]
+    # 16 bits of weights and of 30 layers' activations, beside logits that spread over 30 units.
+    assert np.abs(found - list(LIKELIEST.values())).max() < 0.1
+    assert np.argsort(-logits)[:3].tolist() == list(LIKELIEST)[:3]
+    assert abs(logits.mean() - 4.015) < 0.05
+    assert abs(logits.std() - 3.153) < 0.02

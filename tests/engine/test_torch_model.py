@@ -36,7 +36,6 @@ def theirs(model, count):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("Llama", {"tie_word_embeddings": True}),
         ("Qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                                        "original_max_position_embeddings": 64}}),
         ("Qwen3", {}),

@@ -77,7 +77,7 @@ def test_under_every_check_of_the_simulated_device():
 def test_draws_follow_the_distribution(device):
     """Chi-squared over many seeds, with each filter alone and with all: 1 in 10^5 of right kernels would fail."""
     row = np.array([2.0, 1.5, 1.5, 1.0, 0.2, 0.0, -0.5, -1.0, -1.0, -3.0], F32)
-    count = 400
+    count = 250
     filters = [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.7, "min_p": 0.1}]
     logits = np.broadcast_to(row, (count * len(filters), len(row))).copy()
     given = parameters(
