@@ -9,6 +9,8 @@ SmolLM2 in f32 must be those of transformers.  A row that fails its gate is not 
 
     step    wall clock of chained decode steps, host work and tables included, median over steps
     device  the step's graph alone, replayed between two events
+    leak    10 000 random requests on a tiny model: no block is lost
+    perplexity  of SmolLM2 by element type
     of_copy bytes that the step must read (weights once, keys and values) a second, over the rate of a device copy
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import common
@@ -56,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     common.require_gpu()
     copy = common.copy_rate()
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = list(leak_rows())
+    if "smollm2" in arguments.models:
+        rows += perplexity_rows()
     for name in arguments.models:
         llm = load(name, arguments)
         if arguments.transformers and name == "smollm2":
@@ -222,6 +227,65 @@ def mix_rows(name: str, llm: LLM) -> Iterator[dict[str, object]]:
         p50_first_token_s=round(float(np.percentile(first, 50)), 3),
         preemptions=sum(output.stats.preemptions for output in outputs),
     )  # fmt: skip
+
+
+def leak_rows(count: int = 10_000) -> Iterator[dict[str, object]]:
+    """Random requests on a tiny model with a small cache: preempted, shared, and at the end nothing is left."""
+    sizes = {
+        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 1000, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512, "tie_word_embeddings": True, "eos_token_id": 2,
+    }  # fmt: skip
+    llm = LLM.from_weights(
+        ModelConfig.from_hf(sizes), fill_at_random, dtype="bf16", device="cuda", max_length=256, max_sequences=32,
+        cache_nbytes=150 * 2 * 2 * 16 * 2 * 64 * 2,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    stem = rng.integers(3, 1000, 60).tolist()
+    start, new, preempted, shared = time.perf_counter(), 0, 0, 0
+    for first in range(0, count, 500):
+        prompts = [
+            stem[: int(rng.integers(0, 60))] + rng.integers(3, 1000, int(rng.integers(1, 60))).tolist()
+            for _ in range(500)
+        ]
+        params = [
+            SamplingParams(int(n), temperature=float(rng.choice([0.0, 1.0])), seed=first, ignore_eos=True)
+            for n in rng.integers(1, 60, 500)
+        ]
+        outputs = llm.generate(prompts, params)
+        assert all(len(output.token_ids) == wanted.max_tokens for output, wanted in zip(outputs, params))
+        new += sum(output.new_tokens for output in outputs)
+        preempted += sum(output.stats.preemptions for output in outputs)
+        shared += sum(output.stats.cached_tokens for output in outputs)
+    cache = llm.model.cache
+    assert (cache.blocks_used, cache.blocks_free) == (0, cache.num_blocks), "blocks are lost"
+    elapsed = time.perf_counter() - start
+    yield common.row(
+        "leak", f"tiny model, {count} requests", "bf16", "cki", elapsed * 1e6, tokens_per_s=round(new / elapsed, 1),
+        preemptions=preempted, cached_tokens=shared,
+    )  # fmt: skip
+
+
+def perplexity_rows() -> Iterator[dict[str, object]]:
+    """Of SmolLM2 on this file's own text, token by token through decode steps, by element type."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    for dtype in ("f32", "f16", "bf16"):
+        llm = LLM(
+            "smollm2", dtype=dtype, device="cuda", max_length=1024, max_sequences=1, cache_nbytes=1 << 28
+        )
+        assert llm.tokenizer is not None
+        tokens = llm.tokenizer.encode(text)[:600]
+        sequence = llm.model.cache.allocate_sequence()
+        surprise = 0.0
+        for token, following in zip(tokens, tokens[1:]):
+            llm.model.decode([StepRow(sequence, [token])]).wait()
+            logits = llm.model.logits().numpy()[0].astype(np.float64)
+            surprise -= logits[following] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        value = float(np.exp(surprise / (len(tokens) - 1)))
+        assert 1 < value < 100, "no language model"
+        yield common.row(
+            "perplexity", f"smollm2, {len(tokens)} tokens", dtype, "cki", 0.0, perplexity=round(value, 4)
+        )
 
 
 def gate_against_transformers() -> None:
