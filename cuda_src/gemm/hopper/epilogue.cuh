@@ -256,10 +256,16 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
     }
     buffers.store(result.y_map, first_column, first_row);
     if constexpr (Rules::kStatistics) {
-      const int row = first_row + lane / 4;
-      const i64 row_stride = (result.columns + kSlabColumns - 1) / kSlabColumns * 2;
-      store_statistics<Element>(stored, result.statistics + row * row_stride + first_column / kSlabColumns * 2,
-                                row_stride, min(result.columns - first_column, kSlabColumns) / 8, result.rows - row);
+      float2 found[2];
+      add_up<Element>(stored, min(result.columns - first_column, kSlabColumns) / 8, found);
+      const int late = opaque_lane(), slots = (result.columns + kSlabColumns - 1) / kSlabColumns;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + late / 4 + half * 8;
+        if (late % 4 != 0 || row >= result.rows) continue;
+        const i64 slot = static_cast<i64>(row) * slots + first_column / kSlabColumns;
+        reinterpret_cast<float2*>(result.statistics)[slot] = found[half];
+      }
     }
   } else {
     const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;

@@ -165,35 +165,26 @@ __device__ __forceinline__ void multiply_again(float (&sum)[kRowTiles][kCount], 
   }
 }
 
-// Statistics of a slab of 16 rows x 64 columns as it is stored: words[j][half] are columns 8 j + lane % 4 * 2 and the
-// next, of row lane / 4 + 8 half. statistics: of the lane's upper row, in this slab; row_stride: floats between rows.
-// `blocks` eights of columns exist, and rows_left rows from the lane's upper one on.
+// Statistics of a slab of 16 rows x 64 columns as it is stored, of which `blocks` eights of columns exist: of rows
+// lane / 4 and lane / 4 + 8. words[j][half] are columns 8 j + lane % 4 * 2 and the next, of row lane / 4 + 8 half.
 template <class Element>
-__device__ __forceinline__ void store_statistics(const u32 (&words)[kSlabColumns / 8][2], float* statistics,
-                                                 i64 row_stride, int blocks, int rows_left) {
-  float sum[2][2] = {}, squares[2][2] = {};  // apart for the two columns of a word: shorter chains of additions
+__device__ __forceinline__ void add_up(const u32 (&words)[kSlabColumns / 8][2], int blocks, float2 (&found)[2]) {
+  float sum[2] = {}, squares[2] = {};
 #pragma unroll
   for (int j = 0; j < kSlabColumns / 8; ++j) {
-    if (j >= blocks) continue;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float values[2];
-      unpack_pair<Element>(words[j][half], values[0], values[1]);
+      unpack_pair<Element>(j < blocks ? words[j][half] : 0u, values[0], values[1]);  // zeros add nothing
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        sum[half][e] += values[e];
-        squares[half][e] = fmaf(values[e], values[e], squares[half][e]);
+        sum[half] += values[e];
+        squares[half] = fmaf(values[e], values[e], squares[half]);
       }
     }
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float all = quad_sum(sum[half][0] + sum[half][1]);
-    const float all_squares = quad_sum(squares[half][0] + squares[half][1]);
-    if (threadIdx.x % 4 == 0 && half * 8 < rows_left) {
-      *reinterpret_cast<float2*>(statistics + half * 8 * row_stride) = make_float2(all, all_squares);
-    }
-  }
+  for (int half = 0; half < 2; ++half) found[half] = make_float2(quad_sum(sum[half]), quad_sum(squares[half]));
 }
 
 }  // namespace cki::gemm
