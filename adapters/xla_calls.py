@@ -15,7 +15,7 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from cki.adapters import known_operations
 from cki.adapters.xla_ffi import Invocation
 from cki.device import device as use_device
 from cki.errors import CkiError
-from cki.launch import Executable, prepare
+from cki.launch import prepare
 from cki.operand import dense
 from cki.ops.bind import attribute_values, bind
 from cki.ops.spec import OpSpec, OutputSpec, Problem
@@ -37,6 +37,8 @@ from cki.tensor import DeviceId, TensorView, contiguous_strides
 _ANY_ALIGNMENT = 16
 _RESULT_ALIGNMENT = {"cuda": 256, "sim": 64}
 _WORKSPACE_ALIGNMENT = 256
+#: From two encoder layers on: a driver takes longer to launch their kernels one by one than a graph of them.
+_GRAPH_STEPS = 14
 #: Prepared calls; at the limit the oldest half goes.  One that is needed again is made again.
 _LIMIT = 4096
 #: A made-up address of the best alignment, for calls without memory yet.
@@ -157,7 +159,7 @@ class Prepared:
         self.aliases = tuple((place, self.num_outputs + n) for n, place in enumerate(call.written()))
         self._offsets: list[int] = []
         self.workspace = 0
-        self._executable: Executable | None = None
+        self._launch: Callable[[list[int], int], None] | None = None
         if bound.plan is not None:
             names = [
                 *given,
@@ -168,7 +170,10 @@ class Prepared:
             sizes += [math.prod(output.shape) * output.dtype.itemsize for _, output in bound.outputs]
             sizes += [nbytes for _, nbytes in bound.plan.workspace]
             self._place_workspace([nbytes for _, nbytes in bound.plan.workspace])
-            self._executable = prepare(bound.plan, bound.device, names, sizes)
+            executable = prepare(bound.plan, bound.device, names, sizes)
+            # Many launches become one graph where the framework's allocator gives the same memory again and again.
+            is_long = len(bound.plan.steps) >= _GRAPH_STEPS
+            self._launch = executable.repeated() if is_long else executable.launch
 
     def _place_workspace(self, sizes: Sequence[int]) -> None:
         """One result of the XLA call holds all slots, each aligned whatever XLA's alignment is."""
@@ -184,13 +189,13 @@ class Prepared:
         for argument, result in self.aliases:
             if arguments[argument] != results[result]:
                 raise CkiError("XLA placed the new value of a written tensor in other memory than the tensor")
-        if self._executable is None:
+        if self._launch is None:
             return
         pointers = arguments + results[: self.num_outputs]
         if self._offsets:
             base = -(-results[-1] // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
             pointers += [base + offset for offset in self._offsets]
-        self._executable.launch(pointers, invocation.stream)
+        self._launch(pointers, invocation.stream)
 
 
 def _view(shape: tuple[int, ...], dtype: dtypes.DType, place: DeviceId, address: int) -> TensorView:

@@ -218,6 +218,60 @@ def test_numba_device_arrays():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# a whole encoder in one operation of a framework's: its launches become a graph when memory repeats itself
+
+
+def layers(place):
+    """Keyword arguments of four layers in fp16."""
+    rng = np.random.default_rng(3)
+    shapes = {"wq": (4, 128, 384), "wo": (4, 128, 128), "w1": (4, 128, 256), "w2": (4, 256, 128)}
+    weights = {n: (rng.standard_normal(s) / s[1] ** 0.5).astype(np.float16) for n, s in shapes.items()}
+    weights |= {"final_gamma": np.linspace(0.5, 1.5, 128).astype(np.float32)}
+    return {
+        "wk": None,
+        "wv": None,
+        "num_heads": 2,
+        "head_dim": 64,
+        **{n: place(w) for n, w in weights.items()},
+    }
+
+
+def check_repeated_calls(place, call):
+    """Fifty calls on other values; results are dropped, so that their memory comes again."""
+    for number in range(50):
+        x = np.random.default_rng(number).standard_normal((2, 32, 128)).astype(np.float16)
+        found = np.asarray(call(place(x)))
+        if number % 7 == 0:
+            wanted = cki.encoder_layers(cupy.asarray(x), **layers(cupy.asarray))
+            np.testing.assert_array_equal(found, cupy.asnumpy(wanted))
+
+
+@pytest.mark.jax
+def test_all_layers_in_one_call_of_xla_s():
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no CUDA")
+    weights = layers(lambda a: a)
+    arrays = {name: jax.device_put(value) for name, value in weights.items() if isinstance(value, np.ndarray)}
+    others = {name: value for name, value in weights.items() if name not in arrays}
+    compiled = jax.jit(lambda x, arrays: cki.encoder_layers(x, **arrays, **others))
+    check_repeated_calls(jax.device_put, lambda x: compiled(x, arrays))
+
+
+@pytest.mark.tensorflow
+def test_all_layers_in_one_operation_of_tensorflow_s():
+    tf = pytest.importorskip("tensorflow")
+    if not tf.config.list_physical_devices("GPU"):
+        pytest.skip("TensorFlow has no CUDA")
+    from cki.adapters.tensorflow import encoder_layers
+
+    weights = layers(tf.constant)
+    traced = tf.function(lambda x: encoder_layers(x, **weights))
+    check_repeated_calls(tf.constant, traced)
+    check_repeated_calls(tf.constant, lambda x: encoder_layers(x, **weights))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # processes
 
 

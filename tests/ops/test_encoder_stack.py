@@ -109,3 +109,24 @@ def test_a_wrong_type():
     arrays = {**stack(layer)[0], "w2": stack(layer)[0]["w2"].astype(np.float16)}
     with cki.device("sim"), pytest.raises(InvalidTypeError, match="w2 is f16"):
         cki.encoder_layers(x, **arrays, **layer.options)
+
+
+def test_inside_a_framework_s_program_its_launches_may_become_a_graph(monkeypatch):
+    """TensorFlow's operation and XLA's call launch by what `repeated` gives; one layer launches directly."""
+    from cki.adapters.xla_calls import Prepared, XlaCall
+    from cki.launch import SimExecutable
+    from cki.ops.table import public_specs
+
+    asked = []
+    monkeypatch.setattr(
+        SimExecutable, "repeated", lambda self: asked.append(len(self.plan.steps)) or self.launch
+    )
+    defaults = {
+        attribute.name: attribute.default for attribute in public_specs()["encoder_layers"].attributes
+    }
+    attributes = tuple({**defaults, "num_heads": 2, "head_dim": 8}.values())
+    for layers in (1, 3):
+        shapes = {"x": (1, 4, 16), "wq": (layers, 16, 48), "wo": (layers, 16, 16), "w1": (layers, 16, 32)}
+        tensors = tuple((name, "f32", shape) for name, shape in {**shapes, "w2": (layers, 32, 16)}.items())
+        Prepared(XlaCall("encoder_layers", tensors, attributes, "sim:sm_90a"), 0)
+    assert asked == [21]
