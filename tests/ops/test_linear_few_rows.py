@@ -34,6 +34,15 @@ BOTH = pytest.mark.parametrize(
     ("whole", "split"), [(WHOLE, FOUR), (TMA_WHOLE, TMA_PAIR)], ids=["copying", "tma"]
 )
 
+
+def both_with(*streamed_dtypes: str) -> pytest.MarkDecorator:
+    """Both kernels, the one that copies with every type, the one by TMA with these."""
+    cases = [(WHOLE, FOUR, dtype) for dtype in DTYPES]
+    cases += [(TMA_WHOLE, TMA_PAIR, dtype) for dtype in streamed_dtypes]
+    ids = [f"{'tma' if whole.tma else 'copying'}-{dtype}" for whole, _, dtype in cases]
+    return pytest.mark.parametrize(("whole", "split", "dtype"), cases, ids=ids)
+
+
 #: Rows, columns and K: less than a stage for each block, up to several rounds of the ring; ends inside tiles.
 EXTENTS = ((1, 1, 1), (2, 7, 129), (3, 66, 33), (17, 130, 100), (8, 72, 1000), (40, 8, 72), (16, 63, 31))
 #: The same where rows of x and w are whole units of 16 bytes.
@@ -86,12 +95,9 @@ def test_orders_of_every_check(device, case, tile, layout, dtype):
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu", "relu"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@BOTH
+@both_with("f16", "bf16")
 def test_epilogues(device, whole, split, dtype, activation):
     """With bias and residual, and without."""
-    if whole.tma and dtype == "f32":
-        pytest.skip("TMA brings f16 and bf16")
     x, w = normal((5, 304), DTYPES[dtype], 1, scale=2.0), weight(304, 72, DTYPES[dtype], "in_out")
     residual = normal((5, 72), DTYPES[dtype], 4)
     check(device, split, x, w, normal((72,), F32, 3), activation=activation, residual=residual)
@@ -118,12 +124,9 @@ def test_a_row_does_not_depend_on_the_others(device, tile):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@BOTH
+@both_with("bf16")
 def test_infinities_and_nan(device, whole, split, dtype, layout):
     """In x, in one block's part of K each; the other rows are as they would be without."""
-    if whole.tma and dtype != "bf16":
-        pytest.skip("16-bit products take infinities as they are, in either type")
     x, w = normal((10, 200), DTYPES[dtype], 1), np.abs(weight(200, 72, DTYPES[dtype], layout))
     x[3, 5], x[4, 199], x[7, 2], x[8, 1], x[8, 150] = np.inf, -np.inf, np.nan, np.inf, -np.inf
     for tile in (whole, split):
@@ -133,12 +136,9 @@ def test_infinities_and_nan(device, whole, split, dtype, layout):
         assert np.all(np.isnan(got[7:9].astype(np.float32)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@BOTH
+@both_with("f16")
 def test_strided_results_and_residual_in_place(device, whole, split, dtype):
     """Rows of wider tensors at multiples of 16 bytes; bias, residual and result anywhere.  What lies beside stays."""
-    if whole.tma and dtype != "f16":
-        pytest.skip("16-bit stores are the same in either type")
     require(device, whole)
     wide_x, wide_w = normal((5, 320), DTYPES[dtype], 1), normal((160, 96), DTYPES[dtype], 2, scale=0.1)
     wide, wide_bias = normal((5, 150), DTYPES[dtype], 4), normal((160,), DTYPES[dtype], 3)
