@@ -16,6 +16,19 @@ struct KeyPlace {
   int slot;
 };
 
+// A key's entry in the table, as it was read: what follows from it is computed where it is used, so that the load can wait.
+template <class TableIndex>
+struct BoxEntry {
+  TableIndex block{-1};
+  int slot = 0;
+
+  // blocks: of the cache. Entries outside it stand for zeros.
+  __device__ __forceinline__ KeyPlace place(int blocks) const {
+    const i64 entry = static_cast<i64>(block);
+    return {entry >= 0 && entry < blocks ? static_cast<int>(entry) : -1, slot};
+  }
+};
+
 // One sequence's row of the block table.
 template <class TableIndex>
 struct BlockRow {
@@ -24,12 +37,11 @@ struct BlockRow {
   int blocks;  // of the cache
   int block_size;
 
-  // Entries outside the cache stand for zeros.
-  __device__ __forceinline__ KeyPlace find(int key) const {
+  __device__ __forceinline__ BoxEntry<TableIndex> entry(int key) const {
     const int column = key / block_size;
-    const i64 block = static_cast<i64>(entries[column * entry_stride]);
-    return {block >= 0 && block < blocks ? static_cast<int>(block) : -1, key - column * block_size};
+    return {entries[column * entry_stride], key - column * block_size};
   }
+  __device__ __forceinline__ KeyPlace find(int key) const { return entry(key).place(blocks); }
 };
 
 // The places of the keys of a tile that this thread looks up: kTileKeys shared out among kThreads.

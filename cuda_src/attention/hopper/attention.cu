@@ -2,8 +2,7 @@
 //
 //   q [batch, queries, heads, head_dim]    k [batch, keys, kv_heads, head_dim]    v [batch, keys, kv_heads, value_dim]
 //   out [batch, queries, heads, value_dim] lse [batch, heads, queries] fp32, natural logarithm, row-major, may be null
-// f16 or bf16. The same function as attention/attention.cu, with the same rules for logits; query head h reads KV head
-// h / group. kVarlen and kPaged as there: sequences packed one behind the other, keys in a cache of blocks.
+// f16 or bf16. The same function as attention/attention.cu: rules for logits, group, kVarlen and kPaged.
 //
 // Roles (FlashAttention-3: Shah et al., arXiv 2407.08608). Warpgroup 0 is the producer: one thread keeps TMA copies of Q, K
 // and V in flight through rings of stages, and the other registers go to the consumers (setmaxnreg). Each consumer
@@ -14,13 +13,8 @@
 // kPingPong the warpgroups take turns at starting products (named barriers), so that one's softmax runs beside
 // another's products.
 //
-// A cache's unused slots may hold anything, also in the first tile of every row block: values there are zeroed by the
-// producer before it hands them over. For packed sequences they are the next one's tokens, which are finite but for errors.
-//
 // Packed sequences: row blocks begin at their sequence's first token, and so do tiles of keys. A tile that reaches past the
-// sequence's end holds the next one's rows, hidden keys like any other. A cache's blocks come as one TMA box each, or
-// several; those past the end as zeros. packed_work.cuh says how a block finds its sequence.
-//
+// sequence's end holds the next one's rows, hidden keys like any other. A cache's blocks come as TMA boxes.
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
 #include "attention/hopper/configuration.cuh"
 #include "attention/hopper/epilogue.cuh"
@@ -108,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     query_ring.initialise(4);
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
-    work.ring.initialise(4 * kConsumers);
+    work.ring.initialise(4 * kConsumers + (kProducerWarps - 1));
     if constexpr (kPaged) tail.initialise(1);
     ptx::fence_mbarrier_init();
   }
@@ -117,81 +111,109 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x >= 32) return;
     // One thread waits and copies. For packed sequences the rest of its warp helps to search, and in a cache to find blocks;
-    // then all wait, and meet after every wait, since a lane that falls behind would miss a phase.
+    // then all wait, and meet after every wait, since a lane that falls behind would miss a phase. A cache's small blocks
+    // take many copies, so a second warp brings the values.
+    const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp >= kProducerWarps) return;
     const bool is_issuer = ptx::elect_one();
     if (!kVarlen && !is_issuer) return;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    // A lane's box of a tile of keys in a cache: looked up a tile ahead, which hides the table's latency.
+    const auto find_box = [&](const SequenceTile& tile, int j) {
+      BoxEntry<TableIndex> box{};
+      if constexpr (kPaged) {
+        const int key = j * kBlockKeys + lane * kBoxKeys;
+        if (j >= 0 && lane * kBoxKeys < kBlockKeys && key < tile.keys) box = table_row_of(tile).entry(key);
+      }
+      return box;
+    };
+    const auto load_rows = [&](auto type, int place, const TensorMap* map, u64* full, const SequenceTile& tile, int j,
+                               const BoxEntry<TableIndex>& box) {
+      using Type = decltype(type);
+      if constexpr (kPaged) {
+        load_paged_tile<Type, kBoxKeys>(smem + place, map, full, box.place(blocks), tile.head / group, is_issuer);
+      } else {
+        load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, tile.head / group, batch_of(tile));
+      }
+    };
+    const auto load_keys = [&](const SequenceTile& tile, int j, const BoxEntry<TableIndex>& box) {
+      key_ring.wait_empty();
+      load_rows(KeyTile{}, Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map, key_ring.full + key_ring.stage, tile,
+                j, box);
+      key_ring.advance();
+    };
+    const auto load_values = [&](const SequenceTile& tile, int j, const BoxEntry<TableIndex>& box) {
+      value_ring.wait_empty();
+      const int place = Layout::kValues + value_ring.stage * ValueTile::kBytes;
+      const int unused = (j + 1) * kBlockKeys - tile.keys;  // keys of the tile that do not exist
+      const bool is_cleared = kPaged && unused > 0 && tile.keys % block_size != 0;
+      u64* const full = value_ring.full + value_ring.stage;
+      load_rows(ValueTile{}, place, &v_map, is_cleared ? tail.full : full, tile, j, box);
+      if (is_cleared) {
+        tail.wait_full();
+        tail.advance();
+        __syncwarp();
+        const int first = kBlockKeys - unused;
+        clear_rows<ValueTile>(smem + place, first, min(kBlockKeys, first + block_size - tile.keys % block_size));
+        if (is_issuer) ptx::mbarrier_arrive(full);
+      }
+      value_ring.advance();
+    };
+    if (warp == 1) {
+      for (work.begin_consumer(); work.has_work(); work.next_of_consumer()) {
+        const SequenceTile tile = work.tile;
+        const Range range = Part(tile, band_of(tile), 0).block;
+        BoxEntry<TableIndex> next = find_box(tile, range.end_tile - 1);
+        for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
+          const BoxEntry<TableIndex> box = next;
+          next = find_box(tile, j - 1);
+          load_values(tile, j, box);
+        }
+      }
+      return;
+    }
     for (work.begin_producer(is_issuer); work.has_work(); work.next_of_producer()) {
-      if (!kPaged && !is_issuer) continue;
       const SequenceTile tile = work.tile;
-      const Band band = band_of(tile);
-      const int first_row = tile.row_block * kBlockRows;
-      const Range range(band, first_row, min(first_row + kBlockRows, tile.queries));
+      const Range range = Part(tile, band_of(tile), 0).block;
       if (range.is_empty()) {
         work.draw();
+        work.look_ahead();
         continue;
       }
-      const int kv_head = tile.head / group;
-      // A lane's box of a tile of keys in a cache: looked up before the wait for room, which hides it.
-      const auto find_box = [&](int j) {
-        KeyPlace box{-1, 0};
-        if constexpr (kPaged) {
-          const int key = j * kBlockKeys + static_cast<int>(threadIdx.x) * kBoxKeys;
-          if (static_cast<int>(threadIdx.x) * kBoxKeys < kBlockKeys && key < band.keys) box = table_row_of(tile).find(key);
-        }
-        return box;
-      };
-      const auto load_rows = [&](auto type, int place, const TensorMap* map, u64* full, int j, const KeyPlace& box) {
-        using Type = decltype(type);
-        if constexpr (kPaged) {
-          load_paged_tile<Type, kBoxKeys>(smem + place, map, full, box, kv_head, is_issuer);
-        } else {
-          load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, kv_head, batch_of(tile));
+      int j = range.end_tile - 1;
+      // Late: a number drawn at the start of a long tile would be the longest of those left, and come to it last.
+      const int look_ahead_at = min(j, range.begin_tile + 1), draw_at = min(j, range.begin_tile + 2);
+      BoxEntry<TableIndex> next{};
+      const auto load_down_to = [&](int end) {
+        for (; j >= end; --j) {
+          if (j > range.begin_tile) {
+            const BoxEntry<TableIndex> box = next;
+            next = find_box(tile, j - 2);
+            load_keys(tile, j - 1, box);
+          }
+          if (j == draw_at) work.draw();
+          if constexpr (!kPaged) load_values(tile, j, {});
         }
       };
-      const auto load_keys = [&](int j, const KeyPlace& box) {
-        key_ring.wait_empty();
-        load_rows(KeyTile{}, Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map, key_ring.full + key_ring.stage, j,
-                  box);
-        key_ring.advance();
-      };
-      KeyPlace box = find_box(range.end_tile - 1);
-      load_keys(range.end_tile - 1, box);
+      if (kPaged || is_issuer) {
+        next = find_box(tile, j - 1);
+        load_keys(tile, j, find_box(tile, j));
 #pragma unroll 1
-      for (int i = 0; i < kConsumers; ++i) {
-        query_ring.wait_empty();
-        if constexpr (kPaged) __syncwarp();
-        if (is_issuer) {
-          load_tile<QueryTile>(smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
-                               tile.first_query + first_row + i * kGroupRows, tile.head, batch_of(tile));
+        for (int i = 0; i < kConsumers; ++i) {
+          query_ring.wait_empty();
+          if constexpr (kPaged) __syncwarp();
+          if (is_issuer) {
+            load_tile<QueryTile>(smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
+                                 tile.first_query + tile.row_block * kBlockRows + i * kGroupRows, tile.head,
+                                 batch_of(tile));
+          }
+          query_ring.advance();
         }
-        query_ring.advance();
+        load_down_to(look_ahead_at);
       }
-      for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
-        const KeyPlace box_of_values = box;
-        if (j > range.begin_tile) {
-          box = find_box(j - 1);
-          load_keys(j - 1, box);
-        } else {
-          work.draw();
-        }
-        value_ring.wait_empty();
-        const int place = Layout::kValues + value_ring.stage * ValueTile::kBytes;
-        const int unused = (j + 1) * kBlockKeys - band.keys;  // keys of the tile that do not exist
-        const bool is_cleared = kPaged && unused > 0 && band.keys % block_size != 0;
-        u64* const full = value_ring.full + value_ring.stage;
-        load_rows(ValueTile{}, place, &v_map, is_cleared ? tail.full : full, j, box_of_values);
-        if (is_cleared) {
-          tail.wait_full();
-          tail.advance();
-          __syncwarp();
-          const int first_row = kBlockKeys - unused;
-          clear_rows<ValueTile>(smem + place, first_row, min(kBlockKeys, first_row + block_size - band.keys % block_size));
-          if (is_issuer) ptx::mbarrier_arrive(full);
-        }
-        value_ring.advance();
-      }
+      work.look_ahead();
+      if (kPaged || is_issuer) load_down_to(range.begin_tile);
     }
     return;
   }
@@ -210,9 +232,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         scores, queries_at, wgmma_descriptor_advance(keys_at, key_ring.stage * KeyTile::kBytes));
     ptx::wgmma_commit_group();
   };
-  const auto start_values = [&](Rows& rows) {
-    multiply_values<Element, ValueTile, kValueDim>(
-        rows.output, rows.weights, wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes));
+  // between: what happens before the last kLateSteps.
+  const auto start_values = [&](Rows& rows, auto between) {
+    constexpr int kSteps = kBlockKeys / kStepColumns, kEarlySteps = kLateSteps < kSteps ? kSteps - kLateSteps : 0;
+    const u64 values = wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes);
+    multiply_values<Element, ValueTile, kValueDim, 0, kEarlySteps>(rows.output, rows.weights, values);
+    between();
+    multiply_values<Element, ValueTile, kValueDim, kEarlySteps, kSteps>(rows.output, rows.weights, values);
     ptx::wgmma_commit_group();
   };
   // A tile of which the block needs something, but this warpgroup nothing. It keeps its place in the rings and turns.
@@ -260,8 +286,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     start_keys(scores);
     value_ring.wait_full();
     ptx::wgmma_fence();
-    start_values(rows);
-    turns.pass();
+    start_values(rows, [&] { turns.pass(); });
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
@@ -299,6 +324,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     scale_rows(rows.output, correction);
   };
 
+  const auto query_of = [&](const SequenceTile& tile, int query) {
+    QueryRow<BiasElement> row{};
+    row.query = query;
+    if constexpr (kAlibi) row.slope = alibi_slopes[tile.head * slopes_stride];
+    if constexpr (kBias) row.bias = bias + batch_of(tile) * bias_batch + tile.head * bias_head + query * bias_query;
+    if constexpr (kMask) row.mask = mask + batch_of(tile) * mask_batch + tile.head * mask_head + query * mask_query;
+    return row;
+  };
   const auto part_of = [&](const SequenceTile& tile) { return Part(tile, band_of(tile), consumer); };
   work.begin_consumer();
   Part part = part_of(work.tile);
@@ -308,26 +341,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const SequenceTile tile = part.tile;
     const Band band = part.band;
     const Range block = part.block, own = part.own;
-    const bool ends_with_block = part.ends_with_block();
     const int queries = tile.queries;
-    const int group_row = part.first_row(consumer);
     u32 thread[1] = {threadIdx.x % 128};
     ptx::wgmma_fence_registers(thread);  // opaque: computed here, not kept in a register through the main loop
-    const int row = group_row + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);  // of the pair row, row + 8
+    const int row = part.first_row(consumer) + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);  // of the pair row, row + 8
 
     Rows rows;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = min(row + 8 * r, queries - 1);
-      rows.query[r].query = query;
-      if constexpr (kAlibi) rows.query[r].slope = alibi_slopes[tile.head * slopes_stride];
-      if constexpr (kBias)
-        rows.query[r].bias = bias + batch_of(tile) * bias_batch + tile.head * bias_head + query * bias_query;
-      if constexpr (kMask)
-        rows.query[r].mask = mask + batch_of(tile) * mask_batch + tile.head * mask_head + query * mask_query;
-    }
-#pragma unroll
-    for (int i = 0; i < kValueDim / 2; ++i) rows.output[i] = 0.0f;
+    for (int r = 0; r < 2; ++r) rows.query[r] = query_of(tile, min(row + 8 * r, queries - 1));
+    rows.clear();
 
     int j = block.end_tile - 1;
     if (!is_ahead && !block.is_empty()) {
@@ -407,11 +429,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       part = part_of(work.tile);
       is_ahead = kOverlapTiles && work.has_work() && part.begins_with_block();
     };
-    if (!ends_with_block) {
+    if (!part.ends_with_block()) {
       if (!own.is_empty()) {
         value_ring.wait_full();
         ptx::wgmma_fence();
-        start_values(rows);
+        start_values(rows, [] {});
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_fence_registers(rows.output);
         value_ring.release();
@@ -420,11 +442,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       if (own.is_empty() && !block.is_empty()) query_ring.release_own();
       look_ahead();
       is_ahead = false;
+      finish_softmax();
     } else {
       value_ring.wait_full();
       ptx::wgmma_fence();
-      start_values(rows);
-      look_ahead();  // beside the product
+      start_values(rows, [] {});
+      look_ahead();  // beside the product, and so is the end of the softmax
       if (is_ahead) {
         query_ring.wait_full();
         key_ring.wait_full();
@@ -444,46 +467,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         ptx::wgmma_fence_registers(scores);
         key_ring.release();
       } else {
+        finish_softmax();
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_fence_registers(rows.output);
         value_ring.release();
       }
     }
-    if (!is_ahead) {
-      finish_softmax();
-      store_output();
-    }
+    if (!is_ahead) store_output();
     if constexpr (kHides) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        __syncwarp();  // behind the stores of other lanes to the same rows
-        for (u32 bad = to_repair[r]; bad != 0;) {
-          const int lane_of_row = __ffs(static_cast<int>(bad)) - 1;
-          bad &= ~(0xfu << lane_of_row / 4 * 4);
-          QueryRow<BiasElement> one = rows.query[r];
-          one.query = __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r;
-          if constexpr (kBias)
-            one.bias = bias + batch_of(tile) * bias_batch + tile.head * bias_head + one.query * bias_query;
-          if constexpr (kMask)
-            one.mask = mask + batch_of(tile) * mask_batch + tile.head * mask_head + one.query * mask_query;
-          const auto rows_of = [&](const Element* tensor, i64 batch_stride, i64 sequence_stride, i64 head_stride) {
-            tensor += tile.head / group * head_stride;
-            if constexpr (kPaged) {
-              return PagedRows<Element, TableIndex>{tensor, batch_stride, sequence_stride, table_row_of(tile)};
-            } else {
-              return StridedRows<Element>{tensor + batch_of(tile) * batch_stride + tile.first_key * sequence_stride,
-                                          sequence_stride};
-            }
-          };
-          using KeyRows = decltype(rows_of(k, k_batch, k_sequence, k_head));
-          const RowOperands<Element, KeyRows> at{q + origin_of(q_batch, q_sequence, q_head) + one.query * q_sequence,
-                                                   rows_of(k, k_batch, k_sequence, k_head),
-                                                   rows_of(v, v_batch, v_sequence, v_head),
-                                                   out + out_offset + one.query * out_sequence, out_dim};
-          compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
-                                           __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row));
-        }
-      }
+      for_each_bad_row(to_repair, [&](int r, int lane_of_row) {
+        const QueryRow<BiasElement> one = query_of(tile, __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r);
+        const auto rows_of = [&](const Element* tensor, i64 batch_stride, i64 sequence_stride, i64 head_stride) {
+          tensor += tile.head / group * head_stride;
+          if constexpr (kPaged) {
+            return PagedRows<Element, TableIndex>{tensor, batch_stride, sequence_stride, table_row_of(tile)};
+          } else {
+            return StridedRows<Element>{tensor + batch_of(tile) * batch_stride + tile.first_key * sequence_stride,
+                                        sequence_stride};
+          }
+        };
+        using KeyRows = decltype(rows_of(k, k_batch, k_sequence, k_head));
+        const RowOperands<Element, KeyRows> at{q + origin_of(q_batch, q_sequence, q_head) + one.query * q_sequence,
+                                                 rows_of(k, k_batch, k_sequence, k_head),
+                                                 rows_of(v, v_batch, v_sequence, v_head),
+                                                 out + out_offset + one.query * out_sequence, out_dim};
+        compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
+                                         __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row));
+      });
     }
   }
   turns.finish();

@@ -16,6 +16,7 @@ namespace cki::attention {
 constexpr int kGroupRows = 64;  // of one consumer warpgroup: the M of wgmma
 constexpr int kBlockRows = kGroupRows * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kProducerWarps = kPaged ? 2 : 1;
 
 // What the logits go through besides the scale; the names are the prelude's.
 struct Features {
@@ -66,6 +67,11 @@ struct Rows {
   u32 weights[kBlockKeys / 16][4];  // of the tile whose values are to be added next
   SoftmaxRow softmax[2];
   QueryRow<BiasElement> query[2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) output[i] = 0.0f;
+  }
 };
 
 // What a consumer works on: a tile, and the keys that its block and its own rows see.

@@ -76,18 +76,24 @@ struct PackedWorkSource {
   __device__ __forceinline__ void begin_producer(bool is_issuer) {
     issuer = __ffs(static_cast<int>(__ballot_sync(kFullWarp, is_issuer))) - 1;
     publish_from(static_cast<int>(blockIdx.x));
+    next_of_producer();
   }
 
-  // Producer, the issuer at least: draws the next number; WorkSource::draw says when.
+  // As in WorkSource; the issuer draws, at least, and the whole warp looks ahead.
   __device__ __forceinline__ void draw() {
     if constexpr (kSchedule == Schedule::dynamic) {
       if (threadIdx.x == static_cast<u32>(issuer)) drawn = gridDim.x + atomicAdd(counter, 1u);
     }
   }
 
-  __device__ __forceinline__ void next_of_producer() {
+  __device__ __forceinline__ void look_ahead() {
     __syncwarp();
     publish_from(next_number());
+  }
+  // What was handed over is read back: the producer has few registers to keep it.
+  __device__ __forceinline__ void next_of_producer() {
+    __syncwarp();
+    tile = uniform(tiles[ring.stage ^ 1]);
   }
 
   // Consumers: take the first tile, and the next ones.
@@ -109,18 +115,18 @@ struct PackedWorkSource {
 
   // The first tile that has rows, from `number` on, goes to the consumers; or the news that there is none.
   __device__ __forceinline__ void publish_from(int number) {
-    tile.row_block = -1;
+    SequenceTile next{-1, 0, 0, 0, 0, 0, 0};
     while (number < order.total) {
       const WorkTile slot = order.template tile<kLongestFirst>(number);
-      tile = sequences.template tile<kLongestFirst>(slot.row_block, slot.head);
-      if (has_work()) break;
+      next = sequences.template tile<kLongestFirst>(slot.row_block, slot.head);
+      if (next.row_block >= 0) break;
       draw();
       number = next_number();
     }
     ring.wait_empty();
     __syncwarp();
     if (threadIdx.x == static_cast<u32>(issuer)) {
-      tiles[ring.stage] = tile;
+      tiles[ring.stage] = next;
       ptx::mbarrier_arrive(ring.full + ring.stage);
     }
     ring.advance();
@@ -128,11 +134,14 @@ struct PackedWorkSource {
 
   __device__ __forceinline__ void take() {
     ring.wait_full();
-    const SequenceTile& given = tiles[ring.stage];
-    // The shuffles tell the compiler that all of it is uniform in the warp.
-    const auto uniform = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
-    tile = {uniform(given.row_block), uniform(given.head),      uniform(given.sequence), uniform(given.first_query),
-            uniform(given.queries),   uniform(given.first_key), uniform(given.keys)};
+    tile = uniform(tiles[ring.stage]);
+  }
+
+  // The shuffles tell the compiler that all of it is uniform in the warp.
+  static __device__ __forceinline__ SequenceTile uniform(const SequenceTile& given) {
+    const auto same = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
+    return {same(given.row_block), same(given.head),      same(given.sequence), same(given.first_query),
+            same(given.queries),   same(given.first_key), same(given.keys)};
   }
 };
 

@@ -26,6 +26,20 @@ __device__ __forceinline__ bool is_finite_row(const float (&output)[kCount], int
   return zero == 0.0f;
 }
 
+// Calls repair(r, lane) for each row of which a lane is bad: to_repair[r] is a mask of lanes, four to a row.
+template <class Repair>
+__device__ __forceinline__ void for_each_bad_row(const u32 (&to_repair)[2], const Repair& repair) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    __syncwarp();  // behind the stores of other lanes to the same rows
+    for (u32 bad = to_repair[r]; bad != 0;) {
+      const int lane = __ffs(static_cast<int>(bad)) - 1;
+      bad &= ~(0xfu << lane / 4 * 4);
+      repair(r, lane);
+    }
+  }
+}
+
 // Where the row of a key lies, by its number: one behind the other, or in a cache of blocks.
 template <class Element>
 struct StridedRows {

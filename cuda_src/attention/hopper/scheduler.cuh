@@ -85,7 +85,7 @@ struct WorkSequence {
   }
 };
 
-// The tiles of one block, one after the other. The producer turns numbers into tiles, one ahead of the consumers, and
+// The tiles of one block, one after the other. The producer turns numbers into tiles, one and more ahead of the consumers, and
 // hands them over in shared memory: the divisions and what they need would cost consumers registers, and time between tiles.
 template <Schedule kSchedule, bool kLongestFirst>
 struct WorkSource {
@@ -94,6 +94,7 @@ struct WorkSource {
   StageRing<2> ring;
   WorkTile* tiles;  // one for each stage of the ring
   SequenceTile tile;
+  WorkTile next{-1, 0, 0};  // the producer's
   WorkSequence<kSchedule> numbers;
   u32 drawn = 0;
 
@@ -109,21 +110,23 @@ struct WorkSource {
 
   __device__ __forceinline__ bool has_work() const { return tile.row_block >= 0; }
 
-  __device__ __forceinline__ void begin_producer(bool) { publish(static_cast<int>(blockIdx.x)); }
+  __device__ __forceinline__ void begin_producer(bool) {
+    publish(static_cast<int>(blockIdx.x));
+    set(next);
+  }
 
-  // Producer: draws the next number. Late, while the last copies of a tile wait for room: a number drawn at the start of a
-  // long tile would be the longest of those left, in the hands of the block that comes to it last.
+  // Producer, once a tile: draws the next number; then, some time later, hands its tile over; then goes on to it.
   __device__ __forceinline__ void draw() {
     if constexpr (kSchedule == Schedule::dynamic) drawn = gridDim.x + atomicAdd(counter, 1u);
   }
-
-  __device__ __forceinline__ void next_of_producer() {
+  __device__ __forceinline__ void look_ahead() {
     if constexpr (kSchedule == Schedule::dynamic) {
       publish(static_cast<int>(drawn));
     } else {
       publish(numbers.next());
     }
   }
+  __device__ __forceinline__ void next_of_producer() { set(next); }
 
   // Consumers: take the first tile, and the next ones.
   __device__ __forceinline__ void begin_consumer() {
@@ -150,9 +153,8 @@ struct WorkSource {
 
   // A tile, or the news that there is none.
   __device__ __forceinline__ void publish(int number) {
-    WorkTile next{-1, 0, 0};
+    next.row_block = -1;
     if (number < order.total) next = order.template tile<kLongestFirst>(number);
-    set(next);
     if constexpr (kSchedule != Schedule::single) {
       ring.wait_empty();
       tiles[ring.stage] = next;
