@@ -7,7 +7,7 @@
 //
 // Sums.    A stage is 128 elements of K, which have one scale. Its four products go into accumulators of their own, and
 //          those, times both scales, are added to the tile's sums in fp32: the tensor core adds e4m3 products with 14
-//          bits or so, which would be too few along K. While one consumer adds, the other multiplies.
+//          bits or so, which would be too few along K. The next stage's products, in other accumulators, run meanwhile.
 // Traffic. As there, of half as many bytes; 4 bytes of scales for each 128 of x.
 //
 // Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kHasBias, kTmaStore,
@@ -47,6 +47,20 @@ struct Rules {
 
 using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
 using Ring = StageRing<kStages>;
+
+// Waits for the ring's stage and starts its products, alone in `part`.
+__device__ __forceinline__ void start_products(float (&part)[kBlockN / 2], Ring& ring, u64 x_at, u64 w_at) {
+  ring.wait_full();
+  ptx::wgmma_fence();
+  const u32 stage = static_cast<u32>(ring.stage * Layout::kStageBytes);
+#pragma unroll
+  for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
+    const u32 at = stage + static_cast<u32>(step * kStepDepth);
+    ptx::wgmma<kBlockN, e4m3>(part, wgmma_descriptor_advance(x_at, at), wgmma_descriptor_advance(w_at, at), step > 0);
+  }
+  ptx::wgmma_commit_group();
+  ring.advance();
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
@@ -112,29 +126,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     const float* w_scales = w_scale + tile.n * w_scale_n;
     float sum[1][kBlockN / 2] = {};
-    float x_next[2] = {*x_scales[0], *x_scales[1]}, w_next = *w_scales;  // a stage ahead
-    for (int k = 0; k < k_tiles; ++k) {
-      ring.wait_full();
-      float part[kBlockN / 2];
-      ptx::wgmma_fence();
-      const u32 stage = static_cast<u32>(ring.stage * Layout::kStageBytes);
-#pragma unroll
-      for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
-        const u32 at = stage + static_cast<u32>(step * kStepDepth);
-        ptx::wgmma<kBlockN, e4m3>(part, wgmma_descriptor_advance(x_at, at), wgmma_descriptor_advance(w_at, at),
-                                  step > 0);
-      }
-      ptx::wgmma_commit_group();
+    float even[kBlockN / 2], odd[kBlockN / 2];  // products of stages in turn
+    float x_next[2] = {*x_scales[0], *x_scales[1]}, w_next = *w_scales;
+    Ring done = ring;  // one stage behind
+    start_products(even, ring, x_at, w_at);
+    // The sums of the stage whose products are in `part`; its scales have been loaded, those of stage `next` are.
+    const auto add_stage = [&](float(&part)[kBlockN / 2], int next) {
+      ptx::wgmma_fence_registers(part);
+      done.release();
       const float factor[2] = {x_next[0] * w_next, x_next[1] * w_next};
-      const int ahead = min(k + 1, k_tiles - 1);
+      const int ahead = min(next, k_tiles - 1);
       x_next[0] = x_scales[0][ahead * x_scale_k];
       x_next[1] = x_scales[1][ahead * x_scale_k];
       w_next = w_scales[ahead * w_scale_k];
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_fence_registers(part);
-      ring.release();
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) sum[0][i] = fmaf(part[i], factor[i / 2 % 2], sum[0][i]);
+    };
+    int k = 0;
+    for (; k + 2 < k_tiles; k += 2) {
+      start_products(odd, ring, x_at, w_at);
+      ptx::wgmma_wait_group<1>();
+      add_stage(even, k + 1);
+      start_products(even, ring, x_at, w_at);
+      ptx::wgmma_wait_group<1>();
+      add_stage(odd, k + 2);
+    }
+    if (k + 1 < k_tiles) {
+      start_products(odd, ring, x_at, w_at);
+      ptx::wgmma_wait_group<1>();
+      add_stage(even, k + 1);
+      ptx::wgmma_wait_group<0>();
+      add_stage(odd, k + 2);
+    } else {
+      ptx::wgmma_wait_group<0>();
+      add_stage(even, k + 1);
     }
     gemm::SlabInputs<Rules, Element, Bias> inputs;
     inputs.load(result, first_row, first_column);
