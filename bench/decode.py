@@ -199,17 +199,12 @@ class Variant:
 
 def candidates(cell: Cell) -> list[Variant]:
     """Configurations worth timing for a cell; those that do not fit are refused at their launch and left out."""
-    if cell.batch * cell.context <= 8192:
-        found = [Variant(4, 6), Variant(8, 3), Variant(4, 3, 2)]
-        if cell.batch == 1:
-            found += [Variant(warps, stages, groups=8, cluster=True) for warps, stages in ((8, 3), (4, 6))]
-        return found
-    # Up to as many blocks as are resident, or several times as many, which the GPU hands out as others end.
-    found = [Variant(8, 3), Variant(4, 3, 2)]
-    for blocks, (warps, stages, per_sm) in itertools.product((256, 512, 1024), ((8, 3, 1), (4, 3, 2))):
-        splits = blocks // (cell.kv_heads * cell.batch)
-        if splits and cell.context >= 16 * warps * splits:
-            found.append(Variant(warps, stages, per_sm, splits=splits))
+    shapes = ((4, 6, 1), (6, 4, 1), (8, 3, 1), (12, 2, 1), (4, 3, 2))
+    found = [Variant(*shape) for shape in shapes]
+    if cell.batch == 1:
+        found += [Variant(warps, stages, groups=8, cluster=True) for warps, stages in ((8, 3), (4, 6))]
+    elif cell.batch <= 32:  # more blocks than are resident: the GPU hands them out as others end
+        found.append(Variant(8, 3, splits=-(-64 // cell.batch)))
     return found
 
 

@@ -46,8 +46,8 @@ _FEW_IN_CLUSTERS = 512
 _EIGHT_WARPS = ((1, 8, 6), (1, 8, 5), (1, 8, 4), (1, 8, 3))
 _FOUR_WARPS = ((1, 4, 6),)
 _TWO_BLOCKS = ((2, 4, 6), (2, 4, 4))
-#: Sequences up to which every warp looks at all lengths (`dealing_pays`).
-MAX_DEALT_BATCH = 256
+#: Sequences up to which a lane each of every warp looks at their lengths (`dealing_pays`).
+MAX_DEALT_BATCH = 32
 _ANY_SIZE = ((2, 4, 3), (2, 4, 2), (1, 4, 4), (1, 4, 3), (1, 4, 2), (1, 2, 2), (1, 1, 2))
 #: Warps of a block of the launch that merges.
 MERGE_WARPS = 4

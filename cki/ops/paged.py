@@ -15,7 +15,6 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.paged import (
-    MAX_DEALT_BATCH,
     MERGE_WARPS,
     SERIAL_ARCHS,
     TILE_KEYS,
@@ -34,14 +33,12 @@ from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 _PARAMS = "P" * 13 + "q" * 20 + "i" * 10 + "f" * 4
-_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 9
+_MERGE_PARAMS = "P" * 5 + "q" * 6 + "i" * 8
 _LOG2E = math.log2(math.e)
 _PARTIALS = "partials"
 _MAX_BLOCKS_Y = 65535
 #: Lines of block tables that are fetched while lengths are awaited.
 _MOST_TABLE_LINES = 1024
-#: Groups of blocks that merge what more groups of the first launch have shared: they wait for it, all at once.
-_MOST_MERGING_GROUPS = 32
 #: Bytes of keys and values that are read in the time which dealing tiles saves: about 0.7 us of an H200.
 _DEALING_SAVES = 3 << 20
 Choice = Callable[[DecodeShape, DeviceInfo], DecodeConfig]
@@ -158,7 +155,7 @@ def plan_paged_attention(
         "kRows": chosen.rows, "kRowBlocks": row_blocks, "kGroup": group, "kValueDim": value_dim,
         "kPaddedValueDim": padded_dim(value_dim, itemsize),
         "kDenseOut": dense_out, "kProgrammatic": programmatic, "kDealt": chosen.dealt,
-        "kLengthsOfLane": (1 if batch <= 32 else MAX_DEALT_BATCH // 32) if chosen.by_lengths else 0,
+        "kByLengths": chosen.by_lengths,
     }  # fmt: skip
     archs = tuple(
         arch for arch in ARCHITECTURES
@@ -229,12 +226,11 @@ def plan_paged_attention(
         )
         merge_arguments: tuple[ArgumentValue, ...] = (
             partials, out, *optional(lse), lengths, *optional(sinks), *out.strides, lengths.strides[0], sinks_stride,
-            *sizes, grid[1], *division,
+            *sizes, *division,
         )  # fmt: skip
-        merge_grid = (chosen.together, min(chosen.groups, _MOST_MERGING_GROUPS), 1)
         steps.append(
             Step(
-                merge, merge_grid, (MERGE_WARPS * 32, 1, 1), merge_arguments,
+                merge, grid, (MERGE_WARPS * 32, 1, 1), merge_arguments,
                 chosen.schedule_bytes(batch), programmatic=programmatic, reason="units of several blocks",
             )
         )  # fmt: skip

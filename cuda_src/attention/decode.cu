@@ -48,7 +48,6 @@ using namespace cki::attention;
 
 constexpr int kThreads = 32 * kWarps;
 constexpr bool kCluster = kClusterBlocks > 0;
-constexpr bool kByLengths = kLengthsOfLane > 0;  // of several sequences these say whether tiles are dealt
 constexpr bool kHeadScales = sizeof(CacheElement) == 1 && !kTokenScales;
 
 // What the logits go through; the names are the prelude's.
@@ -256,7 +255,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           __syncthreads();
           if (arrived_last) {
             combine_parts<State, FromOtherBlocks, kWarps>(
-                parts, 0, 1, unit.rows, states, [&](int i, int row) { return part_of(i) + row * State::kPitch; },
+                parts, 0, 1, unit.rows, states,
+                PartsInMemory<State>(partials, schedule, unit_begin, together, beside),
                 [&](int row, const CombinedRow<State>& total) {
                   result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
                 });
@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const TableIndex ahead = source.tile_entry(sequence, tile * kTileKeys, capacity);
     fetch_queries(sequence);
     begin_barriers();
-    if (!kByLengths || dealing_pays<kLengthsOfLane>(key_lengths, batch, dealing_slack)) {
+    if (!kByLengths || dealing_pays(key_lengths, batch, dealing_slack)) {
       schedule.measure_one(key_lengths, keys);
       work(schedule, group, ahead);
       return;

@@ -132,6 +132,26 @@ struct CombinedRow {
   }
 };
 
+// Where the rows of a unit's parts lie in `partials`.
+template <class State>
+struct PartsInMemory {
+  const float *first, *second;  // of part 0 and 1
+  i64 step;                     // from part 1 on
+
+  template <class Division>
+  __device__ __forceinline__ PartsInMemory(const float* partials, const Division& schedule, int unit_begin,
+                                           int together, int beside) {
+    const i64 place_floats = static_cast<i64>(together) * State::kFloats;
+    const float* own = partials + beside * State::kFloats;
+    first = own + schedule.place(unit_begin, 0) * place_floats;
+    second = own + schedule.place(unit_begin, 1) * place_floats;
+    step = Division::kPlaceStep * place_floats;
+  }
+  __device__ __forceinline__ const float* operator()(int part, int row) const {
+    return (part == 0 ? first : second + (part - 1) * step) + row * State::kPitch;
+  }
+};
+
 // The whole of the rows first_row, first_row + row_step, ... below `rows` from their `parts`, by all warps of a block.
 // Where there are fewer rows than warps, several warps share the parts of a row if these are many. row_of(part, row):
 // where it lies.
@@ -142,10 +162,18 @@ __device__ __forceinline__ void combine_parts(int parts, int first_row, int row_
                                               RowOf row_of, Finish finish) {
   constexpr int kBatch = 16 / State::kVectors;
   const int warp = static_cast<int>(threadIdx.x / 32);
+  if (parts <= kBatch) {
+    for (int row = first_row + warp * row_step; row < rows; row += kWarps * row_step) {
+      CombinedRow<State> total;
+      total.template add<From, kBatch>(0, 1, parts, [&](int part) { return row_of(part, row); });
+      finish(row, total);
+    }
+    return;
+  }
   const int count = (rows - first_row + row_step - 1) / row_step;
   if (count <= 0) return;
   const int at_once = min(count, kWarps);
-  const int shares = parts > kBatch ? kWarps / at_once : 1;
+  const int shares = kWarps / at_once;  // 1 where there are more rows than that
   const int share = warp / at_once;
   for (int i = warp - share * at_once; i < count && share < shares; i += at_once) {
     const int row = first_row + i * row_step;

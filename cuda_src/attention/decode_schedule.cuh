@@ -59,22 +59,14 @@ struct KeyLengths {
   }
 };
 
-// Whether a batch is to be dealt: then the longest sequence sets the time, as if all were as long. slack: tiles of a whole
-// batch that take as long as what dealing saves. Every warp finds it out for itself, a lane looks at kLengths of up to
-// 32 * kLengths sequences.
-template <int kLengths, class Lengths>
+// Whether a batch of up to 32 sequences is to be dealt: then the longest sequence sets the time, as if all were as long.
+// slack: tiles of a whole batch that take as long as what dealing saves. Every warp finds it out for itself.
+template <class Lengths>
 __device__ __forceinline__ bool dealing_pays(const Lengths& lengths, int batch, int slack) {
-  u32 most = 0, all = 0;
-#pragma unroll
-  for (int i = 0; i < kLengths; ++i) {
-    const int sequence = static_cast<int>(threadIdx.x % 32) + i * 32;
-    const u32 tiles = sequence < batch ? static_cast<u32>(lengths.tiles(lengths.keys(sequence))) : 0;
-    most = max(most, tiles);
-    all += tiles;
-  }
-  most = __reduce_max_sync(kFullWarp, most);
-  all = __reduce_add_sync(kFullWarp, all);
-  return static_cast<u64>(most) * static_cast<u32>(batch) - all <= static_cast<u32>(slack);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const u32 tiles = lane < batch ? static_cast<u32>(lengths.tiles(lengths.keys(lane))) : 0;
+  const u32 most = __reduce_max_sync(kFullWarp, tiles), all = __reduce_add_sync(kFullWarp, tiles);
+  return most * static_cast<u32>(batch) - all <= static_cast<u32>(slack);
 }
 
 enum class Order { kLine, kDealt, kAlone };
@@ -185,7 +177,8 @@ struct Schedule {
   }
 
   // The groups that share a unit, and which place for parts group first_group + i of them uses: a group has two, one for
-  // the sequence it begins with and one for that it ends with.
+  // the sequence it begins with and one for that it ends with. Places are kPlaceStep apart from the second group on.
+  static constexpr int kPlaceStep = kOne ? 1 : 2;
   __device__ __forceinline__ int first_group(int unit_begin) const { return kOne ? 0 : unit_begin / chunk; }
   __device__ __forceinline__ int sharing_groups(int unit_begin, int tiles) const {
     if constexpr (kOne) return min(groups, (tiles + chunk - 1) / chunk);

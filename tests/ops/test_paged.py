@@ -141,16 +141,6 @@ def test_sequences_of_about_one_length_are_dealt(device, monkeypatch, merge, spl
             assert not device.numpy(counters).any()
 
 
-@pytest.mark.parametrize("spread", [3, 40])
-def test_more_sequences_than_lanes_are_dealt(device, monkeypatch, spread):
-    """Dealt, and with lengths that differ too much not, by more groups than merge at once."""
-    monkeypatch.setattr("cki.ops.paged._DEALING_SAVES", 300 * 1024)
-    lengths = [100 + 7 * i % spread * 16 for i in range(40)]
-    cache, table = paged_cache(lengths, 16, 1, 16, F16)
-    run = configured(None, groups=80, together=1, warps=1, stages=2, dealt=True, by_lengths=True)
-    check_paged(device, queries(40, 1, 2, 16, F16), cache, table, lengths, run=run)
-
-
 def test_clusters_of_several_sequences(device):
     """Each has its own blocks, whatever its length is."""
     lengths = [900, 0, 30, 17]
