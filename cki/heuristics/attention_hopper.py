@@ -10,8 +10,7 @@ What weighs:
 Measured on an H200 with a dense prototype of the same scheme, bf16, TFLOP/s at 8192 keys: head dimension 128 full,
 128 rows x 176 keys, ping-pong: 644; causal, 128 x 128, dynamic order: 679; head dimension 64 full, 192 x 128: 524;
 causal, 192 x 128, dynamic: 509.  128-row tiles at head dimension 64 are 10 to 15 % slower, ping-pong is worth 3 to
-5 %, the dynamic longest-first order 25 % for causal.  The kernel here has not been timed yet: `bench/attention.py
---hopper` does, and until it has, nothing selects this kernel by itself.
+5 %, the dynamic longest-first order 25 % for causal.  docs/attention_hopper.md has this kernel's own figures.
 
 The number of keys a tile is the one choice that changes results (in the last bits).  It depends on head dimensions,
 limits and features, never on batch, heads or lengths.
