@@ -181,10 +181,10 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     """The configuration for a problem: one block an SM, its rings as deep as they fit.
 
     Measured on an H200 with 32 query heads, 8 KV heads, 128 elements, bf16: 8 warps of 3 stages are 1 to 3 % faster
-    than two blocks of 4 warps from 64k keys in all on, as their fewer groups cut fewer sequences; 4 warps of 6 stages
-    are up to 5 % faster than 8 below 4k keys and as fast at 8k.  One sequence in clusters is a prototype's choice: a
-    seventh faster at 4k keys, and as fast at 1k and 16k, as all SMs with a second launch.  Blocks of one unit each are
-    two an SM, so that one reads while the other ends.
+    than two blocks of 4 warps from 8k keys in all on, and than 6 warps of 4; 12 warps of 2 are as fast.  4 warps of 6
+    stages are 2 % faster than 8 at 2k keys.  One sequence in clusters of 8 is 5 % faster at 4k and 16k keys than all
+    SMs with a second launch, and 10 % at 1k, there with 4 warps.  More blocks than are resident are 3 to 8 % slower.
+    Blocks of one unit each are two an SM, so that one reads while the other ends.
     """
     tiles = _row_tiles(shape)
     row_blocks = -(-shape.rows // (tiles * TILE_ROWS))
