@@ -1,7 +1,7 @@
 """Operations by the names under which programs of a framework call them.
 
-Those of the table go by their own name, in every process.  Others (of one model, of a user's kernel) are known to this
-process alone, by a name made for them.
+Those of the table go by their own name, in every process.  Others (of a user's kernel) are known to this process alone,
+by a name made for them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def find(name: str) -> OpSpec:
         plain, _, is_local = name.partition("@")
         if is_local:
             raise CkiError(
-                f"CKI has no operation {plain!r} here: a program that calls cki.Encoder or a kernel of cki.load runs "
-                "only in the process that traced it"
+                f"CKI has no operation {plain!r} here: a program that calls a kernel of cki.load runs only in the "
+                "process that traced it"
             )
         raise CkiError(
             f"this version of CKI has no operation {plain!r}: clear the compilation cache, or make the model again"

@@ -23,8 +23,8 @@ from cki.adapters.tf_types import FROM_TF, TO_CODE, EagerTensor, as_tensor_or_va
 from cki.device import current
 from cki.ops.spec import OpSpec
 
-# (operation, device, attributes, gradient, types) -> name, text, types of the outputs.  The key's objects are kept, as
-# some are told by their identity.
+# (operation, device, attributes, gradient, types, place) -> name, text, types of the outputs.  The key's objects are
+# kept, as some are told by their identity.
 _known: dict[Any, tuple[str, bytes, list[int], tuple[Any, ...]]] = {}
 _LIMIT = 4096
 _INT32 = tf.int32.as_datatype_enum
@@ -64,6 +64,7 @@ def run(spec: OpSpec, inputs: Sequence[Any], attributes: tuple[Any, ...], recomp
             place = device
     if not place:
         return NotImplemented
+    key.append(place)
     if spec.name in _SHAPED:
         key += shapes
     try:

@@ -24,7 +24,7 @@ from cki.errors import CkiError
 from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
 
-#: The operation that runs what is not in the table: `cki.Encoder`, kernels of `cki.load`.
+#: The operation that runs what is not in the table: kernels of `cki.load`.
 _LOCAL = "CkiLocal"
 _MEANT = "tf.stop_gradient on the arguments says that none is meant"
 

@@ -90,7 +90,7 @@ def test_inside_jit_and_vmap(scale):
         np.testing.assert_array_equal(compiled(x), 2 * x + 1)
         np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: scale(x, factor=2.0)))(x), 2 * x)
         np.testing.assert_array_equal(scale(jax.numpy.asarray(x), factor=2.0), 2 * x)
-        with pytest.raises(InvalidArgumentError, match="scale: invalid arguments\n  - its rule fails"):
+        with pytest.raises(InvalidArgumentError, match="scale.*: invalid arguments\n  - its rule fails"):
             jax.jit(scale)(x)
         with pytest.raises(UnsupportedError, match="scale.* has no gradient"):
             jax.grad(lambda x: scale(x, factor=2.0).sum())(x)
@@ -100,7 +100,8 @@ def test_a_call_that_does_not_fit_says_everything(scale):
     x = np.zeros(4, np.float32)
     with cki.device("sim"):
         with pytest.raises(
-            InvalidTypeError, match=r"scale: invalid arguments\n  - x is a f64 tensor, the kernel takes f32\*"
+            InvalidTypeError,
+            match=r"scale.*: invalid arguments\n  - x is a f64 tensor, the kernel takes f32\*",
         ):
             scale(x.astype(np.float64), factor=1.0)
         with pytest.raises(InvalidArgumentError, match="its rule fails for x of shape .*factor"):
@@ -109,7 +110,7 @@ def test_a_call_that_does_not_fit_says_everything(scale):
             scale(x, power=1)
         with pytest.raises(InvalidTypeError, match="takes 1 tensors, not 2"):
             scale(x, x)
-        with pytest.raises(InvalidTypeError, match="scale: missing tensors\n  - x is None"):
+        with pytest.raises(InvalidTypeError, match="scale.*: missing tensors\n  - x is None"):
             scale(factor=1.0)
         with pytest.raises(InvalidTypeError, match="factor is 'a' of type str, not float"):
             scale(x, factor="a")

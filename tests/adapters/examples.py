@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
@@ -28,6 +31,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layer_norm_quantize": ({"x": X, "weight": X[0]}, {}),
     "rms_norm_quantize": ({"x": X, "residual": X}, {"granularity": "block128"}),
     "linear": ({"x": X, "w": normal(96, 40), "bias": normal(40)}, {"activation": "gelu"}),
+    "linear_fp8": (
+        {"x": normal(4, 128, dtype=E4M3), "x_scale": np.ones((4, 1), np.float32), "w": normal(16, 128, dtype=E4M3),
+         "w_scale": np.full((1, 1), 0.5, np.float32)}, {},
+    ),
     "gated_linear": ({"x": X, "w": normal(96, 40)}, {}),
     "gated_activation": ({"x": X}, {"activation": "silu"}),
     "bias_activation": ({"x": X, "bias": X[0], "multiplier": X}, {"activation": "relu"}),

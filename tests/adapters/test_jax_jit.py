@@ -17,6 +17,8 @@ import cki  # noqa: E402
 import cki.adapters.jax as cki_jax  # noqa: E402
 from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
 from cki.ops.table import public_specs  # noqa: E402
+from tests.adapters import examples  # noqa: E402
+from tests.adapters.examples import HEADS, INDEX, X, normal  # noqa: E402
 
 pytestmark = pytest.mark.jax
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -29,10 +31,6 @@ def simulated():
         yield
 
 
-def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
-
-
 def same_bits(found: Any, wanted: Any) -> None:
     found, wanted = (value if isinstance(value, tuple) else (value,) for value in (found, wanted))
     assert len(found) == len(wanted)
@@ -41,53 +39,8 @@ def same_bits(found: Any, wanted: Any) -> None:
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-X = normal(5, 96)
-HEADS = normal(2, 9, 4, 16)
-KV = normal(2, 11, 2, 16)
-INDEX = np.int32
-#: Keyword arguments of an example of each operation, and arrays by name; NumPy's results are the expected ones.
-EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "layer_norm": ({"x": X, "weight": X[0], "bias": X[1], "residual": X + 1}, {}),
-    "rms_norm": ({"x": X, "weight": X[0]}, {"weight_offset": 1.0}),
-    "layer_norm_quantize": ({"x": X, "weight": X[0]}, {}),
-    "rms_norm_quantize": ({"x": X, "residual": X}, {"granularity": "block128"}),
-    "linear": ({"x": X, "w": normal(96, 40), "bias": normal(40)}, {"activation": "gelu"}),
-    "gated_linear": ({"x": X, "w": normal(96, 40)}, {}),
-    "gated_activation": ({"x": X}, {"activation": "silu"}),
-    "bias_activation": ({"x": X, "bias": X[0], "multiplier": X}, {"activation": "relu"}),
-    "softmax": ({"x": X}, {"scale": 0.5}),
-    "quantize_fp8": ({"x": X}, {}),
-    "attention": ({"q": HEADS, "k": KV, "v": KV}, {"causal": True, "window": (5, -1), "return_lse": True}),
-    "varlen_attention": (
-        {"q": HEADS[0], "k": KV[0], "v": KV[0], "cu_seqlens_q": np.array([0, 4, 9], INDEX),
-         "cu_seqlens_k": np.array([0, 6, 11], INDEX)}, {"causal": True},
-    ),
-    "decode_attention": (
-        {"q": HEADS[:, :1], "k": KV, "v": KV, "seq_lens": np.array([7, 11], INDEX)}, {"return_lse": True},
-    ),
-    "paged_attention": (
-        {"q": HEADS[:, :2], "cache": (normal(6, 8, 2, 16), normal(6, 8, 2, 16, seed=1)),
-         "block_table": np.array([[3, 1], [0, 5]], INDEX), "seq_lens": np.array([10, 16], INDEX)}, {},
-    ),
-    "merge_states": ({"outs": normal(3, 5, 16), "lses": normal(3, 5)}, {}),
-    "apply_rope": ({"x": HEADS[0], "positions": np.arange(9, dtype=INDEX)}, {"rotary_dim": 8}),
-    "fused_attention": (
-        {"x": normal(2, 7, 32), "wq": normal(32, 32), "wk": normal(32, 32, seed=1), "wv": normal(32, 32, seed=2),
-         "wo": normal(32, 32, seed=3), "gamma": normal(32)}, {"num_heads": 2, "head_dim": 16},
-    ),
-    "encoder_layer": (
-        {"x": normal(2, 7, 32), "wq": normal(32, 32), "wk": normal(32, 32, seed=1), "wv": normal(32, 32, seed=2),
-         "wo": normal(32, 32, seed=3), "w1": normal(32, 64), "w2": normal(64, 32)},
-        {"num_heads": 2, "head_dim": 16, "pre_ln": False},
-    ),
-    "encoder_layers": (
-        {"x": normal(2, 7, 32), "wq": normal(2, 32, 96), "wk": None, "wv": None, "wo": normal(2, 32, 32, seed=3),
-         "w1": normal(2, 32, 64), "w2": normal(2, 64, 32), "final_gamma": normal(32)},
-        {"num_heads": 2, "head_dim": 16},
-    ),
-    "embed_tokens": ({"token_ids": np.array([[3, 1, 4]], INDEX), "word_table": normal(6, 24)}, {}),
-    "mean_pool": ({"x": normal(3, 5, 24), "mask": np.ones((3, 5), bool)}, {}),
-}  # fmt: skip
+#: NumPy's results are the expected ones.
+EXAMPLES = {name: example for name, example in examples.EXAMPLES.items() if name != "dropout_add"}
 
 
 def test_every_public_operation_has_an_example_here():

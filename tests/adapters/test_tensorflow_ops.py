@@ -49,7 +49,7 @@ def on_device(device: DeviceUnderTest, value: Any) -> Any:
 def expected(device: DeviceUnderTest, name: str) -> list[np.ndarray]:
     """What the operation gives for the example's arrays in the device's own framework."""
     arrays, attributes = EXAMPLES[name]
-    there = device.holding(ml_dtypes.float8_e4m3fn if "quantize" in name else np.float32)
+    there = device.holding(ml_dtypes.float8_e4m3fn if "quantize" in name or "fp8" in name else np.float32)
     found = getattr(cki, name)(**{key: on_device(there, a) for key, a in arrays.items()}, **attributes)
     return [there.numpy(value) for value in (found if isinstance(found, tuple) else (found,))]
 
