@@ -12,7 +12,7 @@ import cki  # noqa: E402
 from cki.adapters.gradient_tensorflow import gradients, with_gradient  # noqa: E402
 from cki.errors import UnsupportedError  # noqa: E402
 from cki.ops.table import public_specs  # noqa: E402
-from tests.adapters.gradient_cases import CASES, call_of, torch_gradients  # noqa: E402
+from tests.adapters.gradient_cases import CASES, arrays_of, call_of, torch_gradients  # noqa: E402
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.torch]
 
@@ -92,3 +92,34 @@ def test_refusals_name_the_operation():
         tape.gradient(y, x)
     with pytest.raises(UnsupportedError, match="mean_pool: recompute_gradient=True, but it has no"):
         with_gradient(public_specs()["mean_pool"], [x, x], [True], cki.mean_pool, recomputes=True)
+
+
+@pytest.mark.parametrize("name", ["attention-window"])
+def test_the_functions_of_the_adapter(name):
+    """Eager and traced: the kernel's values, the expression's gradients; not asked for, an error by name."""
+    from cki.adapters import tensorflow as adapter
+
+    case = CASES[name]
+    arrays = {n: None if a is None else tf.constant(a) for n, a in arrays_of(case).items()}
+    variables = [n for n, a in arrays.items() if a is not None and a.dtype.is_floating]
+
+    def loss(tensors, **asked):
+        outputs = getattr(adapter, case.operation)(**tensors, **case.attributes, **asked)
+        outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        return sum(tf.reduce_sum(tf.sin(tf.where(tf.math.is_finite(y), y, 0.0))) for y in outputs)
+
+    def gradients_of(tensors, **asked):
+        with tf.GradientTape() as tape:
+            tape.watch([tensors[n] for n in variables])
+            value = loss(tensors, **asked)
+        return tape.gradient(value, [tensors[n] for n in variables])
+
+    wanted = torch_gradients(case)
+    with cki.device("sim"):
+        for function in (gradients_of, tf.function(gradients_of)):
+            found = function(arrays, recompute_gradient=True)
+            for argument, value in zip(variables, found):
+                np.testing.assert_allclose(value, wanted[argument], rtol=2e-4, atol=2e-5, err_msg=argument)
+        for function in (gradients_of, tf.function(gradients_of)):
+            with pytest.raises(UnsupportedError, match=f"{case.operation} has no gradient"):
+                function(arrays)
