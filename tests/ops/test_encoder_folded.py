@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -34,7 +36,7 @@ def small_tiles(device, monkeypatch):
 
 
 def prepared(device, layer):
-    return cki.prepare(on(device, {**layer.weights, **layer.vectors}))
+    return on(device, cki.prepare({**layer.weights, **layer.vectors}))
 
 
 def check(device, layer, x, **options):
@@ -87,7 +89,8 @@ def test_the_same_bits_in_every_order(small_tiles):
     x, ready = device.array(input_of(F16, seq=13, hidden=72)), prepared(device, layer)
     results = []
     for seed in range(2):
-        with cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed):
+        checks = cki.sim.checks(adversarial=True, hazards=True, races=True, bounds=True, seed=seed)
+        with checks if device.kind == "sim" else contextlib.nullcontext():
             results.append(device.numpy(cki.encoder_layer(x, **ready, **layer.options)))
     assert np.array_equal(*results)
 
