@@ -94,11 +94,13 @@ class Request:
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End it from outside."""
-        self.finish_reason, self.error = reason, error
         rest = self._rest()
         if rest:
             self._text.append(rest)
             self.chunks.append(Chunk(rest, ()))
+        # Last, for another thread may be reading: a finished request has no more chunks to come.
+        self.error = error
+        self.finish_reason = reason
 
     def output(self) -> RequestOutput:
         """The result of a finished request."""

@@ -17,7 +17,8 @@ from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 #: Vocabularies that a block of few threads reads in one turn or two.
 _SMALL_VOCABULARY = 4096
-_LARGEST_VOCABULARY = 2**31 - 4097
+#: The kernel counts tokens in 32 bits, up to a turn of its largest block beyond the last.
+_LARGEST_VOCABULARY = 2**31 - 2**15
 _LARGEST_BATCH = 2**31 - 1
 _STEPS = (dtypes.i32, dtypes.i64)
 #: Parameters of a row, with their type.

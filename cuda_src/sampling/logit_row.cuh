@@ -10,6 +10,7 @@
 namespace cki {
 
 constexpr int kGroup = 4;
+constexpr int kAhead = 4;  // groups that a thread loads before it looks at the first: a row comes from L2, by one SM
 
 // How far a logit lies below the row's largest; 0 for that itself, an infinite one too.
 __device__ __forceinline__ float distance_from(float largest, float logit) {
@@ -59,16 +60,29 @@ struct LogitRow {
     return !was_seen ? logit : logit > 0.0f ? logit / penalty : logit * penalty;
   }
 
+  // body(first token, logits) of this thread's groups, penalised, in rising order; logits may be written.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_group(Body body) const {
+    constexpr int kStride = kGroup * kThreads;
+    for (int begin = kGroup * threadIdx.x; begin < vocabulary; begin += kAhead * kStride) {
+      float values[kAhead][kGroup];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a)
+        if (begin + a * kStride < vocabulary) load_penalised(begin + a * kStride, values[a]);
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a)
+        if (begin + a * kStride < vocabulary) body(begin + a * kStride, values[a]);
+    }
+  }
+
   // body(token, logit) of this thread's tokens, penalised, in rising order.
   template <typename Body>
   __device__ __forceinline__ void for_each(Body body) const {
-    for (int first = kGroup * threadIdx.x; first < vocabulary; first += kGroup * kThreads) {
-      float values[kGroup];
-      load_penalised(first, values);
+    for_each_group([&](int first, float (&values)[kGroup]) {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i)
         if (first + i < vocabulary) body(first + i, values[i]);
-    }
+    });
   }
 };
 

@@ -50,9 +50,7 @@ struct Draw {
   __device__ __forceinline__ Scored among(const LogitRow& row, const Place& last, float farthest,
                                           BlockScratch& scratch) const {
     Scored best{Max::identity(), kNoToken};
-    for (int first = kGroup * threadIdx.x; first < row.vocabulary; first += kGroup * kThreads) {
-      float logits[kGroup];
-      row.load_penalised(first, logits);
+    row.for_each_group([&](int first, float (&logits)[kGroup]) {
       bool any = false;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
@@ -60,12 +58,12 @@ struct Draw {
         logits[i] = inside && scaled(logits[i]) <= farthest ? -scaled(logits[i]) : Max::identity();
         any |= logits[i] + kMostNoise >= best.value && logits[i] > Max::identity();
       }
-      if (!any) continue;  // no noise makes one of these the winner
+      if (!any) return;  // no noise makes one of these the winner
       const PhiloxWords words = philox_4x32_10(static_cast<u64>(first / kGroup), step, seed);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i)
         if (logits[i] > Max::identity()) best = better_of(best, {logits[i] + gumbel(words.word[i]), first + i});
-    }
+    });
     return block_best(best, scratch);
   }
 
