@@ -197,6 +197,35 @@ def test_an_encoder_on_the_second_gpu(torch):
         encoder(ids.to("cuda:0"))
 
 
+@pytest.mark.torch
+@pytest.mark.transformers
+def test_a_transformers_model_on_the_second_gpu(torch):
+    """Prefill with padding and decoding, with the model's own caches; logits of sdpa on the same GPU."""
+    transformers = pytest.importorskip("transformers")
+    from cki.adapters.transformers import register
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to("cuda:1", torch.float32).eval()
+    ids = torch.randint(3, 100, (2, 12), device="cuda:1")
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    found = {}
+    register()
+    with torch.inference_mode():
+        for implementation in ("sdpa", "cki"):
+            model.set_attn_implementation(implementation)
+            logits = model(ids, attention_mask=mask).logits[mask.bool()]
+            text = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            assert (logits.device.index, torch.cuda.current_device()) == (1, 0)
+            found[implementation] = logits, text
+    torch.testing.assert_close(found["cki"][0], found["sdpa"][0], rtol=2e-3, atol=2e-3)
+    assert torch.equal(found["cki"][1], found["sdpa"][1])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # refusals, loading, threads
 
