@@ -41,8 +41,8 @@ def normal(seed=1, rows=ROWS):
     return np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float32)
 
 
-def stream_of(number=0):
-    return cupy.cuda.ExternalStream(tf_xla.place(number).stream, device_id=tf_xla.place(number).ordinal)
+def is_done(stream):
+    return cupy.cuda.runtime.streamQuery(stream) == 0
 
 
 # ---------------------------------------------------------------- the operation: stream and memory
@@ -55,24 +55,29 @@ def test_operations_can_be_registered_here():
 def test_the_learned_stream_is_tensorflow_s():
     """TensorFlow's own work waits for what is put on it."""
     x = tf.constant(normal())
-    stream = stream_of()
-    stream.synchronize()
-    keep_busy(stream.ptr)
-    y = x * 2.0
-    assert not stream.done
-    np.testing.assert_array_equal(y.numpy(), normal() * 2)
+    wanted = (x * 2.0).numpy()  # the first call compiles
+    stream = tf_xla.place(0).stream
+    keep_busy(stream)  # so does this
+    for _ in range(5):
+        cupy.cuda.runtime.streamSynchronize(stream)
+        keep_busy(stream)
+        y = x * 2.0
+        assert not is_done(stream)
+        np.testing.assert_array_equal(y.numpy(), wanted)
 
 
 @pytest.mark.parametrize("way", ["eager", "function"])
 def test_calls_do_not_wait(way):
     call = cki.layer_norm if way == "eager" else tf.function(cki.layer_norm)
     x = tf.constant(normal())
-    wanted = call(x).numpy()
-    stream = stream_of()
+    wanted = call(x + 0.0).numpy()
+    stream = tf_xla.place(0).stream
+    keep_busy(stream)
     for _ in range(5):
-        keep_busy(stream.ptr)
+        cupy.cuda.runtime.streamSynchronize(stream)
+        keep_busy(stream)
         y = call(x + 0.0)
-        assert not stream.done
+        assert not is_done(stream)
         np.testing.assert_array_equal(y.numpy(), wanted)
 
 
@@ -80,17 +85,16 @@ def test_outputs_are_tensorflow_s_memory_and_workspace_goes_back():
     x = tf.cast(tf.random.normal((2, 128, 1024)), tf.bfloat16)
     weights = [tf.cast(tf.random.normal((1024, 1024)) / 32, tf.bfloat16) for _ in range(4)]
     gamma, beta = tf.ones(1024, tf.bfloat16), tf.zeros(1024, tf.bfloat16)
-    for _ in range(10):  # until TensorFlow has what it keeps for itself
-        y = cki_tf.fused_attention(x, *weights, gamma, beta)
+    y = cki_tf.fused_attention(x, *weights, gamma, beta)
     assert "GPU:0" in y.backing_device
-    before = tf.config.experimental.get_memory_info("GPU:0")["current"]
-    for _ in range(50):
-        z = cki_tf.fused_attention(x, *weights, gamma, beta)
-    np.testing.assert_array_equal(tf.cast(z, tf.float32).numpy(), tf.cast(y, tf.float32).numpy())
-    del z
-    assert tf.config.experimental.get_memory_info("GPU:0")["current"] < before + (
-        1 << 20
-    )  # 50 workspaces are 100 MiB
+    in_use = []
+    for _ in range(3):
+        for _ in range(50):
+            z = cki_tf.fused_attention(x, *weights, gamma, beta)
+        np.testing.assert_array_equal(tf.cast(z, tf.float32).numpy(), tf.cast(y, tf.float32).numpy())
+        in_use.append(tf.config.experimental.get_memory_info("GPU:0")["current"])
+    # 50 workspaces are 130 MiB; TensorFlow's allocator hands out chunks that are larger than asked for.
+    assert max(in_use[1:]) < in_use[0] + (8 << 20), in_use
 
 
 def test_int32_results_that_lie_in_host_memory_are_taken():
