@@ -117,7 +117,7 @@ def sequences_of(model: DecoderModel, prompts: Sequence[np.ndarray]) -> list[int
 
 
 def gate(model: DecoderModel, prompt: np.ndarray, tokens: Sequence[int]) -> float:
-    """How far decoding `tokens` after a prompt is from a prefill of all: RMS of the logits' difference over their spread."""
+    """How far decoding `tokens` after a prompt is from a prefill: RMS of the logits' difference over their spread."""
     found = []
     for decoded in (True, False):
         (sequence,) = sequences_of(model, [prompt if decoded else np.concatenate([prompt, tokens])])
