@@ -138,9 +138,13 @@ def encoder_layer(
     attention_gamma: Any = None, attention_beta: Any = None, output_gamma: Any = None, output_beta: Any = None,
     bq: Any = None, bk: Any = None, bv: Any = None, bo: Any = None, b1: Any = None, b2: Any = None, mask: Any = None,
     cu_seqlens: Any = None, *, activation: str | None = "gelu", pre_ln: bool = True, epsilon: float = 1e-5,
-    weight_layout: str = "in_out", dropout: Dropout = _keep, attention_dropout: Dropout = _keep, **block: Any,
+    weight_layout: str = "in_out", folded: bool = False, dropout: Dropout = _keep, attention_dropout: Dropout = _keep,
+    **block: Any,
 ) -> Any:  # fmt: skip
-    """`cki.encoder_layer`, whose arguments these are; dropout and attention_dropout as in `fused_attention`."""
+    """`cki.encoder_layer`, whose arguments these are; dropout and attention_dropout as in `fused_attention`.
+
+    folded changes nothing here: norms whose weights are in others have none of their own.
+    """
     y = fused_attention(
         a, x, wq, wk, wv, wo, attention_gamma, attention_beta, bq, bk, bv, bo, mask, cu_seqlens, pre_ln=pre_ln,
         epsilon=epsilon, weight_layout=weight_layout, dropout=dropout, attention_dropout=attention_dropout, **block,

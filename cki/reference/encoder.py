@@ -69,9 +69,10 @@ def encoder_layer(
     bo: Array | None = None, b1: Array | None = None, b2: Array | None = None, mask: Array | None = None,
     num_heads: int, head_dim: int, num_kv_heads: int | None = None, causal: bool = False, pre_ln: bool = True,
     activation: str | None = "gelu", epsilon: float = 1e-5, scale: float | None = None,
-    weight_layout: str = "in_out", cu_seqlens: Array | None = None,
+    weight_layout: str = "in_out", cu_seqlens: Array | None = None, folded: bool = False,
 ) -> Result:  # fmt: skip
     """A transformer encoder layer: the attention block, then the feed-forward block F(u) = act(u w1 + b1) w2 + b2.
+    folded says that norms without weights have theirs in wq and w1, which changes no formula.
 
     pre_ln    a = A(LN(x)) + x      y = F(LN'(a)) + a
     else      a = LN(A(x) + x)      y = LN'(F(a) + a)

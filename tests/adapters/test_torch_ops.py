@@ -75,6 +75,15 @@ def cases():
         "bias_activation": ((normal(3, 64), w), {"activation": "gelu"}),
         "softmax": ((normal(3, 64),), {"scale": 0.5}),
         "quantize_fp8": ((normal(3, 64),), {}),
+        "linear_fp8": (
+            (
+                torch.full((3, 128), 0x38, dtype=torch.uint8),
+                torch.ones(3, 1),
+                torch.full((16, 128), 0x30, dtype=torch.uint8),
+                torch.ones(1, 1),
+            ),
+            {},
+        ),  # codes of 1 and 0.5
         "dropout_add": ((normal(3, 64), normal(3, 64), torch.tensor([1]), torch.tensor([2])), {"p": 0.5}),
     }
 
@@ -143,6 +152,7 @@ def model_of_all(x, w, square, q, k, offsets, new, k_cache, v_cache, table, leng
 
 def test_public_functions_compile_to_one_graph():
     """Interop case torch_compile_opaque_op: with fullgraph=True."""
+
     def arguments():
         return (
             normal(3, 64), normal(64), normal(64, 64), normal(2, 5, 4, 16), normal(2, 5, 2, 16),
