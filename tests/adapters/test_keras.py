@@ -31,6 +31,9 @@ def check(backend, directory, device="sim", names=NAMES):
     environment = {
         **os.environ, "KERAS_BACKEND": backend, "CKI_DEVICE": device, "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        # Like the kernels of the simulated device, XLA's programs are kept from run to run.
+        "JAX_COMPILATION_CACHE_DIR": os.path.join(os.environ["CKI_CACHE_DIR"], "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         **({"CUDA_VISIBLE_DEVICES": ""} if device == "sim" else {}),
     }  # fmt: skip
     command = [sys.executable, str(CHECKS), str(directory), *names]
