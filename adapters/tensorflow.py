@@ -246,6 +246,11 @@ def _function(name: str) -> Callable[..., Any]:
                 why = "launches on its own stream" if key == "stream" else "has immutable tensors"
                 raise InvalidArgumentError(f"{name}: {key} is given, but TensorFlow {why}", hint=f"no {key}=")
         first = next(iter(arguments or named.values()), None)
+        if type(first).__name__ == "KerasTensor":
+            raise InvalidTypeError(
+                f"{name}: a {type_name(type(first))} is no tensor yet, it stands for one in a functional model",
+                hint=f"{name} inside the `call` of a keras.layers.Layer; cki.adapters.keras has layers",
+            )
         if first.__class__ is not EagerTensor and first is not None and adapter_of(first) is not _ADAPTER:
             raise InvalidTypeError(
                 f"{name}: the first tensor is of type {type_name(type(first))}",

@@ -119,6 +119,12 @@ def test_a_keras_model_predicts(device, jit):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_keras_input_is_no_tensor_yet():
+    keras = pytest.importorskip("keras")
+    with pytest.raises(cki.CkiError, match="softmax: a keras.*KerasTensor is no tensor yet"):
+        cki_tf.softmax(keras.Input((96,)))
+
+
 def test_importing_cki_imports_no_tensorflow_and_hides_nothing():
     program = (
         "import sys, cki\n"
