@@ -41,13 +41,12 @@ def test_family_compiles(family: str, part: int, arch: str) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_specs_state_their_kernels_exactly(arch: str) -> None:
+def test_specs_state_their_kernels_exactly() -> None:
     """params of every spec agree in number and kind with the declaration in the source."""
     from cki.signature import find_entry, parse_parameters
 
-    for spec in registry.all_specs(arch):
-        text = cache.request(spec, arch)[1]
+    for spec in {spec for arch in ARCHITECTURES for spec in registry.all_specs(arch)}:
+        text = cache.request(spec, "sm_90a")[1]  # the text is the same for every architecture
         _, parameters = find_entry(text, spec.entry, spec.source)
         letters = "".join(p.letter for p in parse_parameters(parameters, dict(spec.constants), spec.entry))
         assert letters == spec.params, registry.describe(spec)

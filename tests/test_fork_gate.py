@@ -115,7 +115,7 @@ def test_a_child_forked_while_a_thread_imports_can_import(tmp_path: Path) -> Non
     assert run(code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", CKI_COMPILE="lazy") == ["0"]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.03, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.5])
 def test_children_forked_during_background_compilation_compile(tmp_path: Path, delay: float) -> None:
     """Children forked while the thread imports, loads NVRTC and compiles; each compiles a kernel of its own."""
     code = (

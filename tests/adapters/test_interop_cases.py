@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 import cki
+from cki.errors import InvalidArgumentError
 
 HERE = Path(__file__).parent
 
@@ -53,7 +53,7 @@ CASES = {
                         "test_interop_cases.py::test_import_then_fork_then_call",
                         "test_interop_cases.py::test_import_before_and_after_torch",
                         "test_gpu_pipelines.py::test_a_child_forked_after_cuda_was_used_says_so"],
-    "dropout_not_silently_constant": ["test_interop_cases.py::test_dropout_is_no_argument"],
+    "dropout_not_silently_constant": ["test_interop_cases.py::test_dropout_is_seeded_by_device_memory"],
     "processes_share_the_kernel_cache": ["../test_cache.py::test_many_processes_compile_once",
                                          "../test_cache.py::test_damaged_file_is_compiled_again_and_replaced",
                                          "../test_cache.py::test_read_only_home",
@@ -117,9 +117,17 @@ def test_import_before_and_after_torch(order):
     assert run(program) == "0.0\n"
 
 
-def test_dropout_is_no_argument():
-    """dropout_not_silently_constant: an inference library has none, and says so by name."""
-    q = np.zeros((1, 2, 1, 8), np.float32)
-    assert not [name for name in inspect.signature(cki.attention).parameters if "dropout" in name]
-    with cki.device("sim"), pytest.raises(TypeError, match="dropout_p"):
-        cki.attention(q, q, q, dropout_p=0.1)
+def test_dropout_is_seeded_by_device_memory():
+    """dropout_not_silently_constant: by name only with a seed and a counter, which alone decide what is dropped."""
+    q = np.ones((1, 70, 2, 8), np.float32)
+    seed, first, second = (np.array([number], np.int64) for number in (7, 0, 1))
+
+    def dropped(q: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        return cki.attention(q, q, q, dropout_p=0.5, dropout_seed=seed, dropout_offset=offset)
+
+    with cki.device("sim"):
+        with pytest.raises(InvalidArgumentError, match="dropout_p is 0.5 without dropout_seed"):
+            cki.attention(q, q, q, dropout_p=0.5)
+        assert np.array_equal(cki.attention(q, q, q, dropout_p=0.0), cki.attention(q, q, q))
+        assert np.array_equal(dropped(q, first), dropped(q.copy(), first.copy()))
+        assert not np.array_equal(dropped(q, first), dropped(q, second))
