@@ -189,6 +189,15 @@ def check_masks():
     close(layer(tensor(numpy(x)), mask=tensor(MASK), training=True), both)
     four = tensor(np.broadcast_to(np.tril(np.ones((5, 5), bool)), (1, 2, 5, 5)))
     close(fused(x, attention_mask=four), both)
+    ids_in, mask_in = keras.Input((None,), dtype="int32"), keras.Input((None, None), dtype="bool")
+    y = FusedEncoder(2, 2, 16, 48)(fused(embedding(ids_in), attention_mask=mask_in))
+    model = keras.Model([ids_in, mask_in], layers.GlobalAveragePooling1D()(y))
+    longer, triangle = (
+        np.pad(ids, ((0, 0), (0, 2))),
+        np.broadcast_to(np.tril(np.ones((7, 7), bool)), (2, 7, 7)),
+    )
+    found = model.predict([longer, triangle], verbose=0)
+    close(found, model.predict([ids, triangle[:, :5, :5]], verbose=0))
 
 
 def check_mixed_precision():
