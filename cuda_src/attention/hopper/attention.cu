@@ -252,7 +252,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     __syncwarp();
     value_ring.release();
   };
-  // S of the first tile, with nothing to overlap it.
   const auto first_scores = [&](float(&scores)[kBlockKeys / 2]) {
     key_ring.wait_full();
     turns.take();
@@ -341,16 +340,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const SequenceTile tile = part.tile;
     const Band band = part.band;
     const Range block = part.block, own = part.own;
-    const int queries = tile.queries;
     u32 thread[1] = {threadIdx.x % 128};
     ptx::wgmma_fence_registers(thread);  // opaque: computed here, not kept in a register through the main loop
-    const int row = part.first_row(consumer) + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);  // of the pair row, row + 8
+    // Of the pair row, row + 8.
+    const int row = part.first_row(consumer) + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);
 
     Rows rows;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows.query[r] = query_of(tile, min(row + 8 * r, queries - 1));
+    for (int r = 0; r < 2; ++r) rows.query[r] = query_of(tile, min(row + 8 * r, tile.queries - 1));
     rows.clear();
-
     int j = block.end_tile - 1;
     if (!is_ahead && !block.is_empty()) {
       query_ring.wait_full();
@@ -382,7 +380,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
     }
 
-    // Epilogue.
     const auto origin_of = [&](i64 batch_stride, i64 sequence_stride, i64 head_stride) {
       return batch_of(tile) * batch_stride + tile.first_query * sequence_stride + tile.head * head_stride;
     };
@@ -397,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         factor[r] = sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
         factor[r] *= softmax.normalizer();
         log_sum_exp[r] = softmax.log_sum_exp();
-        if (lse != nullptr && lane % 4 == 0 && row + 8 * r < queries) {
+        if (lse != nullptr && lane % 4 == 0 && row + 8 * r < tile.queries) {
           lse[(static_cast<i64>(batch_of(tile)) * heads + tile.head) * query_length + tile.first_query + row + 8 * r] =
               log_sum_exp[r];
         }
@@ -408,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const bool is_bad = !is_finite_row(rows.output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
-          to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && row + 8 * r < queries), 0);
+          to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && row + 8 * r < tile.queries), 0);
           if (factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
 #pragma unroll
             for (int i = 0; i < kValueDim / 2; ++i) {
@@ -421,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         store_row<Element, kWideStore, kPairStore>(out + out_offset + (row + 8 * r) * out_sequence, out_dim, rows.output,
-                                                   r, value_dim, row + 8 * r < queries);
+                                                   r, value_dim, row + 8 * r < tile.queries);
       }
     };
     const auto look_ahead = [&] {
@@ -429,20 +426,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       part = part_of(work.tile);
       is_ahead = kOverlapTiles && work.has_work() && part.begins_with_block();
     };
-    if (!part.ends_with_block()) {
+    if (kLooksLate || !part.ends_with_block()) {
       if (!own.is_empty()) {
         value_ring.wait_full();
         ptx::wgmma_fence();
         start_values(rows, [] {});
+        finish_softmax();
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_fence_registers(rows.output);
         value_ring.release();
+      } else {
+        finish_softmax();
       }
       for (; j >= block.begin_tile; --j) skip_tile();
       if (own.is_empty() && !block.is_empty()) query_ring.release_own();
-      look_ahead();
+      if constexpr (!kLooksLate) look_ahead();
       is_ahead = false;
-      finish_softmax();
     } else {
       value_ring.wait_full();
       ptx::wgmma_fence();
@@ -495,6 +494,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
                                          __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row));
       });
     }
+    if constexpr (kLooksLate) look_ahead();
   }
   turns.finish();
 }

@@ -41,6 +41,10 @@ constexpr bool kRowByRow = kValueDim > 128 && !kScaleFirst && !kMask;
 // for whole tiles cost registers.
 constexpr bool kTestAll = kHasLimits && (kScaleFirst || kMask);
 
+// Whether consumers take the next tile in one place, after all else. Of two places ptxas does not see that both give the same
+// tile to all lanes: with packed sequences it then prepares the main loop for split warps, and spills.
+constexpr bool kLooksLate = kVarlen && !kOverlapTiles;
+
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 

@@ -70,6 +70,13 @@ struct PackedWorkSource {
         tiles(reinterpret_cast<SequenceTile*>(tiles)),
         numbers(order.total) {}
 
+  // The shuffles tell the compiler that all of it is uniform in the warp.
+  static __device__ __forceinline__ SequenceTile uniform(const SequenceTile& given) {
+    const auto same = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
+    return {same(given.row_block), same(given.head),      same(given.sequence), same(given.first_query),
+            same(given.queries),   same(given.first_key), same(given.keys)};
+  }
+
   __device__ __forceinline__ bool has_work() const { return tile.row_block >= 0; }
 
   // Producer: finds the first tile. is_issuer: of one lane.
@@ -135,13 +142,6 @@ struct PackedWorkSource {
   __device__ __forceinline__ void take() {
     ring.wait_full();
     tile = uniform(tiles[ring.stage]);
-  }
-
-  // The shuffles tell the compiler that all of it is uniform in the warp.
-  static __device__ __forceinline__ SequenceTile uniform(const SequenceTile& given) {
-    const auto same = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
-    return {same(given.row_block), same(given.head),      same(given.sequence), same(given.first_query),
-            same(given.queries),   same(given.first_key), same(given.keys)};
   }
 };
 
