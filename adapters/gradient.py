@@ -107,6 +107,8 @@ def refusal(name: str, framework: str, hint: str = "") -> UnsupportedError:
     """
     ask = "a custom gradient of the framework's around it"  # of a user's own operation
     if name in public_specs():
+        ask = "the same in plain operations of the framework"
+    if name in names():
         ask = f"cki.adapters.{framework}.{name}(..., recompute_gradient=True) differentiates the plain expression"
     return UnsupportedError(
         f"{name} has no gradient: CKI is for inference, and differentiation reached cki.{name}",
