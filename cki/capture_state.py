@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from cki.errors import UnsupportedError
 from cki.launch import Executable
 
 
@@ -26,10 +27,14 @@ class Recorded(NamedTuple):
 
 
 class Recording:
-    """What the calls inside one capture leave behind.  framework: whose memory comes from the graph's pool."""
+    """What the calls inside one capture leave behind.
 
-    def __init__(self, framework: str = "") -> None:
+    framework: whose memory comes from the graph's pool.  stream: what is recorded; None on the simulated device.
+    """
+
+    def __init__(self, framework: str = "", stream: int | None = None) -> None:
         self.framework = framework
+        self.stream = stream
         self.kept: list[Any] = []
         self.launches: list[Recorded] = []
 
@@ -54,6 +59,19 @@ def leave() -> None:
         active -= 1
 
 
+def _require_recorded(recording: Recording, stream: int) -> None:
+    """Refuse a call beside the capture: it would run once, now, and no replay would repeat it."""
+    from cki import driver
+
+    if driver.capturing_graph(stream) is None:  # a stream that waits for the recorded one is recorded as well
+        raise UnsupportedError(
+            f"cki.capture records stream {recording.stream:#x} of {recording.framework}, this call went to {stream:#x}",
+            ["no replay would repeat it"],
+            "pass one of its tensors to cki.capture, which takes the framework from there; inside, use the current "
+            "stream or one that waits for it",
+        )
+
+
 def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.Lock()
@@ -68,6 +86,8 @@ def launch(executable: Executable, pointers: Sequence[int], stream: int, memory:
     if recording is None:
         executable.launch(pointers, stream)
         return
+    if recording.stream not in (None, stream):
+        _require_recorded(recording, stream)
     for item in memory:
         if type(item).__module__.partition(".")[0] != recording.framework:
             recording.kept.append(item)

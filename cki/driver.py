@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -64,18 +65,30 @@ def check_driver_version(number: int, compiler_version: tuple[int, int] | None =
         )
 
 
+#: Whether this process was forked from one that had started the driver: no call of it works here, whatever it answers.
+_was_forked = False
+
+
+def _after_fork_in_child() -> None:
+    global _was_forked
+    _was_forked = _was_forked or api.cache_info().currsize > 0
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def error_text(status: Any) -> str:
     """A driver status in words: CUDA_ERROR_INVALID_VALUE (invalid argument)."""
     _, words = api().cuGetErrorString(status)
     text = f"{status.name} ({words.decode() if words else 'unknown'})"
-    if status.name == "CUDA_ERROR_NOT_INITIALIZED":
+    if _was_forked or status.name == "CUDA_ERROR_NOT_INITIALIZED":
         text += ": a process forked after CUDA was used cannot use it; start processes with spawn"
     return text
 
 
 def _value(result: tuple[Any, ...]) -> Any:
     if int(result[0]) != 0:
-        raise DeviceError(f"CUDA driver: {result[0].name}")
+        raise DeviceError(f"CUDA driver: {error_text(result[0])}")
     return result[1] if len(result) == 2 else result[1:]
 
 

@@ -131,8 +131,8 @@ class _CupyGraph(Graph):
 
 
 @contextlib.contextmanager
-def _recording(framework: str = "") -> Iterator[capture_state.Recording]:
-    recording = capture_state.Recording(framework)
+def _recording(framework: str = "", stream: int | None = None) -> Iterator[capture_state.Recording]:
+    recording = capture_state.Recording(framework, stream)
     token = capture_state.current.set(recording)
     capture_state.enter()
     try:
@@ -152,8 +152,9 @@ def capture(
     """Record `function(*args, **kwargs)` as a graph.
 
     The framework (torch or CuPy; NumPy or torch on the simulated device) is that of the first tensor among the
-    arguments.  warmup: runs before recording, on a side stream, so that nothing is compiled or loaded inside; with 0 a
-    first call inside the capture compiles there, which works too.  The recording itself computes nothing.
+    arguments; without any, torch where it is loaded, else CuPy.  Calls on tensors of the other are refused.
+    warmup: runs before recording, on a side stream, so that nothing is compiled or loaded inside; with 0 a first call
+        inside the capture compiles there, which works too.  The recording itself computes nothing.
     share_memory: an open graph of the same framework and device, whose temporary memory this one uses too.  They must
         not run at the same time; `outputs` of both stay apart.  On the simulated device each graph keeps its own.
 
@@ -241,7 +242,8 @@ def _capture_torch(
         torch_graph = torch.cuda.CUDAGraph()
         graph = _TorchGraph(torch_graph, device)
         pool = None if shared is None else shared.pool
-        with _recording("torch") as recording, torch.cuda.graph(torch_graph, pool=pool, stream=side):
+        recorded = _recording("torch", side.cuda_stream)
+        with recorded as recording, torch.cuda.graph(torch_graph, pool=pool, stream=side):
             graph.outputs = function(*args, **kwargs)
             graph.num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.cuda_stream))
         graph.pool, graph.recorded_on = torch_graph.pool(), side
@@ -267,7 +269,7 @@ def _capture_cupy(
             for _ in range(warmup):
                 function(*args, **kwargs)
             side.synchronize()
-            with _recording("cupy") as recording:
+            with _recording("cupy", side.ptr) as recording:
                 side.begin_capture()
                 try:
                     outputs = function(*args, **kwargs)

@@ -204,6 +204,27 @@ def test_lines_of_compiled_modules_are_not_the_user_s() -> None:
     assert str(refusal).splitlines()[1].strip().startswith('- there: cython["get"]()')
 
 
+def test_calls_beside_the_recorded_stream_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would run once, while recording, and no replay would repeat them."""
+    recording = capture_state.Recording("torch", 0x50)
+    monkeypatch.setattr("cki.driver.capturing_graph", lambda stream: "graph" if stream == 0x60 else None)
+    capture_state._require_recorded(recording, 0x60)  # waits for the recorded stream
+    with pytest.raises(UnsupportedError, match="records stream 0x50 of torch, this call went to 0x0"):
+        capture_state._require_recorded(recording, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+def test_calls_of_another_framework_are_refused_inside_a_capture() -> None:
+    torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
+    x, other = torch.ones((2, 300), device="cuda"), cupy.ones((2, 300), cupy.float32)
+    with pytest.raises(UnsupportedError, match="no replay would repeat it"):
+        cki.capture(lambda x: (cki.softmax(x), cki.softmax(other)), x)
+    with pytest.raises(UnsupportedError, match="no replay would repeat it"):
+        cki.capture(lambda: cki.softmax(other))  # no tensor says which framework: torch is loaded
+    assert capture_state.active == 0
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes differ"), ValueError("CUDA capture"), RuntimeError("no capture card")]
 )

@@ -207,7 +207,7 @@ def test_numba_device_arrays():
     assert cki.softmax(x, out=out) is out
     np.testing.assert_allclose(out.copy_to_host(), softmax(X), atol=1e-6)
     stream = cuda.stream()
-    keep_busy(int(stream.handle.value))
+    keep_busy(int(getattr(stream.handle, "value", stream.handle)))  # a ctypes pointer or a CUstream
     staged = cuda.to_device(X * 2, stream=stream)  # its interface names the stream
     assert staged.__cuda_array_interface__["stream"]
     for _ in range(5):

@@ -259,6 +259,8 @@ def test_mixed_gpus_are_refused_in_jax():
         pytest.skip("JAX sees fewer than two GPUs")
     first, second = jax.local_devices()[:2]
     x, weight = jax.device_put(ROWS, first), jax.device_put(ROWS[0], second)
+    jax.block_until_ready((x, weight))
+    cupy.cuda.Device(0).use()  # JAX's own copies may leave the second one current
     import cki.adapters.jax as adapter
 
     for layer_norm in (cki.layer_norm, adapter.layer_norm):

@@ -253,7 +253,7 @@ def test_replays_over_changing_steps_equal_eager_calls_bit_for_bit(device, monke
     )  # fmt: skip
     q = device.array(queries(4, 1, 4, 16, F16))
     tables = cache.layer(0), cache.block_table, cache.seq_lens
-    graph = cki.capture(lambda: cki.paged_attention(q, *tables, deterministic=deterministic))
+    graph = cki.capture(lambda q: cki.paged_attention(q, *tables, deterministic=deterministic), q)
     live = [cache.allocate_sequence() for _ in range(4)]
     for round_, counts in enumerate(([40, 41, 40, 42], [1, 1, 1, 1], [1, 200, 1, 1], [1, 1], [1, 1, 1])):
         batch = live[: len(counts)]
