@@ -11,6 +11,7 @@ holds the input TensorFlow hands its memory on, otherwise it is copied in stream
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import math
@@ -25,6 +26,7 @@ from cki.adapter import ALIGNMENT
 from cki.adapters import known_operations, tf_c_api
 from cki.adapters.tf_c_api import AllocatorAttributes, Compute, Create, TensorFlowApi
 from cki.adapters.tf_types import FROM_CODE, TO_CODE
+from cki.adapters.xla_activity import Activity
 from cki.adapters.xla_calls import Prepared, XlaCall
 from cki.adapters.xla_ffi import Invocation
 from cki.device import sim_device
@@ -210,6 +212,9 @@ class Kernels:
         self.failed = threading.local()
         #: (text, shapes) of the call that this thread is making: reading them here takes longer.
         self.expected = threading.local()
+        self._activity = Activity()
+        self._is_ending = False
+        atexit.register(self._end)
         self.create = Create(self._create)
         self.compute = {"CPU": Compute(self._compute_with(False)), "GPU": Compute(self._compute_with(True))}
         for callback in (self.create, *self.compute.values()):
@@ -257,13 +262,18 @@ class Kernels:
         num_dims, dim = api.TF_NumDims, api.TF_Dim
         byref, expected = ctypes.byref, self.expected
 
+        enter, leave = self._activity.enter, self._activity.leave
+
         def compute(number: int, context: int) -> None:
+            enter()
             try:
                 status = statuses.pop()
             except IndexError:
                 status = api.TF_NewStatus()
             tensors: list[int] = []
             try:
+                if self._is_ending:
+                    raise CkiError("the Python interpreter is ending")
                 node, codes = nodes[number - 1], all_codes[number - 1]
                 arguments: list[int] = []
                 handle = pointer()
@@ -319,8 +329,19 @@ class Kernels:
                     if tensor:
                         delete(tensor)
                 statuses.append(status)
+                leave()
 
         return compute
+
+    def _end(self) -> None:
+        """Let TensorFlow's threads have done with Python before the interpreter goes.
+
+        A pipeline of tf.data runs kernels ahead of its reader.  Destroying it waits for its threads, and one that
+        enters a kernel then waits for Python for ever.  From here on kernels fail at once, until the pipeline is full.
+        """
+        self._is_ending = True
+        if self._activity.was_used:
+            self._activity.wait_quiet(0.1, patience=60.0)
 
     def _hand_on(self, context: int, source: int, position: int, result: _Result, status: int) -> int:
         """An output in the memory of an input, where TensorFlow can give it away, else in new memory."""

@@ -19,6 +19,11 @@ class Activity:
         self._running.pop()
         self._ended = time.monotonic()
 
+    @property
+    def was_used(self) -> bool:
+        """Whether any has run."""
+        return bool(self._running) or self._ended > 0
+
     def wait_quiet(self, seconds: float, patience: float) -> None:
         """Wait until no handler has run for so long, from now on; `patience` seconds at most."""
         begin = time.monotonic()
