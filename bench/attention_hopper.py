@@ -3,7 +3,7 @@
     python bench/attention.py --hopper                                 # all cells, about 8 minutes on an H200
     python bench/attention.py --hopper --chosen                        # the heuristics' choices alone, 2 minutes
     python bench/attention.py --hopper --shape 2x8192x16x128:causal --dtype bf16
-    python bench/attention.py --hopper --variant overlap_tiles=False   # the choices, beside them with a field changed
+    python bench/attention.py --hopper --variant block_keys=112   # the choices, beside them with a field changed
 
 Two phases.  First each distinct kernel is checked in a worker process (the bound of the tests, on a shape that wraps
 the rings); a worker that dies or is silent for a minute costs its candidate only, not the run.  Then all sound
@@ -62,7 +62,7 @@ ROUNDS = 20
 
 
 def with_field(tiles: HopperTiles, text: str) -> HopperTiles:
-    """Tiles with a field changed: `block_keys=160`, `overlap_tiles=False`, `schedule='fixed'`."""
+    """Tiles with a field changed: `block_keys=160`, `ping_pong=False`, `schedule='fixed'`."""
     name, _, value = text.partition("=")
     return dataclasses.replace(tiles, **{name: ast.literal_eval(value)})
 

@@ -38,9 +38,7 @@ GROUP_ROWS = 64
 class HopperTiles:
     """consumers: warpgroups of 64 query rows each.  block_keys: keys a tile, a multiple of 16.  stages: of the rings of
     keys and of values.  ping_pong: warpgroups take turns at starting products.  schedule: one of SCHEDULES.
-    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).  overlap_tiles: a block
-    starts the first scores of a tile before the last values of the one before have ended.  late_steps: products
-    of 16 keys that a warpgroup still has to start when it passes its turn."""
+    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each)."""
 
     consumers: int
     block_keys: int
@@ -48,8 +46,6 @@ class HopperTiles:
     ping_pong: bool = True
     schedule: str = "single"
     blocks_per_sm: int = 1
-    overlap_tiles: bool = False
-    late_steps: int = 0
 
     @property
     def block_rows(self) -> int:
@@ -91,10 +87,6 @@ class HopperTiles:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
         if self.ping_pong:
             text += ", ping-pong"
-        if self.late_steps:
-            text += f", {self.late_steps} steps late"
-        if self.overlap_tiles:
-            text += ", tiles overlap"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

@@ -172,7 +172,7 @@ def plan_hopper(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
-        kStages=tiles.stages, kPingPong=tiles.ping_pong, kOverlapTiles=tiles.overlap_tiles, kLateSteps=tiles.late_steps,
+        kStages=tiles.stages, kPingPong=tiles.ping_pong,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),

@@ -14,7 +14,8 @@
 // another's products.
 //
 // Packed sequences: row blocks begin at their sequence's first token, and so do tiles of keys. A tile that reaches past the
-// sequence's end holds the next one's rows, hidden keys like any other. A cache's blocks come as TMA boxes.
+// sequence's end holds the next one's rows, hidden keys like any other. A cache's blocks come as TMA boxes, those past the
+// end as zeros; its unused slots may hold anything, so the producer zeroes their values before it hands them over.
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
 #include "attention/hopper/configuration.cuh"
 #include "attention/hopper/epilogue.cuh"
@@ -182,7 +183,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         continue;
       }
       int j = range.end_tile - 1;
-      // Late: a number drawn at the start of a long tile would be the longest of those left, and come to it last.
+      // The next tile is drawn and found while the last copies of this one wait for room: late, because a number drawn at
+      // the start of a long tile would be the longest of those left, in the hands of the block that comes to it last; not at
+      // the very end, where it would delay the next tile's first copies.
       const int look_ahead_at = min(j, range.begin_tile + 1), draw_at = min(j, range.begin_tile + 2);
       BoxEntry<TableIndex> next{};
       const auto load_down_to = [&](int end) {
@@ -232,13 +235,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         scores, queries_at, wgmma_descriptor_advance(keys_at, key_ring.stage * KeyTile::kBytes));
     ptx::wgmma_commit_group();
   };
-  // between: what happens before the last kLateSteps.
-  const auto start_values = [&](Rows& rows, auto between) {
-    constexpr int kSteps = kBlockKeys / kStepColumns, kEarlySteps = kLateSteps < kSteps ? kSteps - kLateSteps : 0;
-    const u64 values = wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes);
-    multiply_values<Element, ValueTile, kValueDim, 0, kEarlySteps>(rows.output, rows.weights, values);
-    between();
-    multiply_values<Element, ValueTile, kValueDim, kEarlySteps, kSteps>(rows.output, rows.weights, values);
+  const auto start_values = [&](Rows& rows) {
+    multiply_values<Element, ValueTile, kValueDim>(
+        rows.output, rows.weights, wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes));
     ptx::wgmma_commit_group();
   };
   // A tile of which the block needs something, but this warpgroup nothing. It keeps its place in the rings and turns.
@@ -252,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     __syncwarp();
     value_ring.release();
   };
+  // S of the first tile, with nothing to overlap it.
   const auto first_scores = [&](float(&scores)[kBlockKeys / 2]) {
     key_ring.wait_full();
     turns.take();
@@ -285,7 +285,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     start_keys(scores);
     value_ring.wait_full();
     ptx::wgmma_fence();
-    start_values(rows, [&] { turns.pass(); });
+    start_values(rows);
+    turns.pass();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
@@ -335,7 +336,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   work.begin_consumer();
   Part part = part_of(work.tile);
   float scores[kBlockKeys / 2];
-  bool is_ahead = false;  // the first scores of the part have been computed beside the last values of the one before
   while (work.has_work()) {
     const SequenceTile tile = part.tile;
     const Band band = part.band;
@@ -350,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     for (int r = 0; r < 2; ++r) rows.query[r] = query_of(tile, min(row + 8 * r, tile.queries - 1));
     rows.clear();
     int j = block.end_tile - 1;
-    if (!is_ahead && !block.is_empty()) {
+    if (!block.is_empty()) {
       query_ring.wait_full();
       const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
       for (; j >= own_end; --j) skip_tile();
@@ -380,6 +380,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
     }
 
+    // The end of the tile.
     const auto origin_of = [&](i64 batch_stride, i64 sequence_stride, i64 head_stride) {
       return batch_of(tile) * batch_stride + tile.first_query * sequence_stride + tile.head * head_stride;
     };
@@ -424,13 +425,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const auto look_ahead = [&] {
       work.next_of_consumer();
       part = part_of(work.tile);
-      is_ahead = kOverlapTiles && work.has_work() && part.begins_with_block();
     };
     if (kLooksLate || !part.ends_with_block()) {
       if (!own.is_empty()) {
         value_ring.wait_full();
         ptx::wgmma_fence();
-        start_values(rows, [] {});
+        start_values(rows);
         finish_softmax();
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_fence_registers(rows.output);
@@ -441,38 +441,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       for (; j >= block.begin_tile; --j) skip_tile();
       if (own.is_empty() && !block.is_empty()) query_ring.release_own();
       if constexpr (!kLooksLate) look_ahead();
-      is_ahead = false;
     } else {
       value_ring.wait_full();
       ptx::wgmma_fence();
-      start_values(rows, [] {});
+      start_values(rows);
       look_ahead();  // beside the product, and so is the end of the softmax
-      if (is_ahead) {
-        query_ring.wait_full();
-        key_ring.wait_full();
-        turns.take();
-        ptx::wgmma_fence();
-        start_keys(scores);
-        turns.pass();
-        finish_softmax();
-        ptx::wgmma_wait_group<1>();
-        ptx::wgmma_fence_registers(rows.output);
-        value_ring.release();
-        store_output();
-        // Was waited for: a branch that keeps the wait below behind the stores.
-        key_ring.wait_full();
-        __syncwarp();
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_fence_registers(scores);
-        key_ring.release();
-      } else {
-        finish_softmax();
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_fence_registers(rows.output);
-        value_ring.release();
-      }
+      finish_softmax();
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_fence_registers(rows.output);
+      value_ring.release();
     }
-    if (!is_ahead) store_output();
+    store_output();
     if constexpr (kHides) {
       for_each_bad_row(to_repair, [&](int r, int lane_of_row) {
         const QueryRow<BiasElement> one = query_of(tile, __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r);

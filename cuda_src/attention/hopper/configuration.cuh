@@ -43,7 +43,7 @@ constexpr bool kTestAll = kHasLimits && (kScaleFirst || kMask);
 
 // Whether consumers take the next tile in one place, after all else. Of two places ptxas does not see that both give the same
 // tile to all lanes: with packed sequences it then prepares the main loop for split warps, and spills.
-constexpr bool kLooksLate = kVarlen && !kOverlapTiles;
+constexpr bool kLooksLate = kVarlen;
 
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
@@ -94,8 +94,7 @@ struct Part {
   __device__ __forceinline__ int first_row(int consumer) const {
     return tile.row_block * kBlockRows + consumer * kGroupRows;
   }
-  // Whether the block's first, or last, tile of keys is the consumer's too.
-  __device__ __forceinline__ bool begins_with_block() const { return !own.is_empty() && own.end_tile == block.end_tile; }
+  // Whether the block's last tile of keys is the consumer's too.
   __device__ __forceinline__ bool ends_with_block() const {
     return !own.is_empty() && own.begin_tile == block.begin_tile;
   }

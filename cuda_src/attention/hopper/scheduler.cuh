@@ -85,7 +85,7 @@ struct WorkSequence {
   }
 };
 
-// The tiles of one block, one after the other. The producer turns numbers into tiles, one and more ahead of the consumers, and
+// The tiles of one block, one after the other. The producer turns numbers into tiles, ahead of the consumers, and
 // hands them over in shared memory: the divisions and what they need would cost consumers registers, and time between tiles.
 template <Schedule kSchedule, bool kLongestFirst>
 struct WorkSource {
