@@ -37,7 +37,7 @@ def weight(depth: int, columns: int, dtype: Any, layout: str) -> np.ndarray:
 
 def require(device: Any, tile: SkinnyTile) -> None:
     """Skip where the device cannot run this tile."""
-    if not fits(tile, 2, device.info, along_n=True):
+    if not fits(tile, 2, device.info, along_n=False):
         pytest.skip("the tile is not for this device")
 
 
