@@ -138,7 +138,9 @@ def test_a_step_of_the_hopper_kernel_is_complete(block_size, box):
     step = plan(arch="sm_90a", causal=True, block_size=block_size, dim=128)
     assert len(step.args) == len(step.kernel.params)
     for letter, value in zip(step.kernel.params, step.args):
-        kinds = {"T": TensorMapArg, "P": (Operand, NullPointer), "q": int, "i": int, "I": int, "f": float}[letter]
+        kinds = {"T": TensorMapArg, "P": (Operand, NullPointer), "q": int, "i": int, "I": int, "f": float}[
+            letter
+        ]
         assert isinstance(value, kinds), (letter, value)
     maps = [a for a in step.args if isinstance(a, TensorMapArg)]
     assert [m.box for m in maps] == [(64, 64, 1, 1), (64, box, 1, 1), (64, box, 1, 1)]
