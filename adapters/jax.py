@@ -29,13 +29,13 @@ import cki
 from cki import capture_state, dtypes
 from cki.adapter import Adapter, IndirectAdapter, require_valid, type_name
 from cki.adapters import jax_ffi, known_operations
+from cki.adapters.immutable import framework_tensors
 from cki.adapters.jax_attention import dot_product_attention as dot_product_attention
 from cki.adapters.jax_ffi import register as register
 from cki.adapters.numpy import aligned_empty
 from cki.dlpack import DLPackExport, from_capsule
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
-from cki.memory.views import CacheTensor
 from cki.ops.bind import out_arguments, require_inputs
 from cki.ops.cache_arguments import is_cache_memory
 from cki.ops.call import Planned, PlanRequest
@@ -276,18 +276,8 @@ def _function(name: str) -> Callable[..., Any]:
 
 def _as_array(operation: str, value: Any) -> Any:
     """NumPy arrays as JAX's, also inside a cache's tuple."""
-    if isinstance(value, np.ndarray):
-        return jax.numpy.asarray(value)
-    if isinstance(value, CacheTensor) or (
-        isinstance(value, tuple) and any(isinstance(item, CacheTensor) for item in value)
-    ):
-        raise InvalidTypeError(
-            f"{operation}: a cache of PagedKVCache, which is written in place; JAX arrays are immutable",
-            hint="(k_cache, v_cache) of JAX arrays, donated to the jitted function",
-        )
-    if type(value) in (tuple, list) and any(isinstance(item, np.ndarray) for item in value):
-        return tuple(_as_array(operation, item) for item in value)
-    return value
+    hint = "(k_cache, v_cache) of JAX arrays, donated to the jitted function"
+    return framework_tensors(operation, value, jax.numpy.asarray, "JAX arrays", hint)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -20,18 +20,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 import cki
 from cki import capture_state
 from cki.adapter import Adapter, IndirectAdapter, adapter_of, type_name
 from cki.adapters import gradient_tensorflow, tf_eager, tf_graph, tf_ops
+from cki.adapters.immutable import framework_tensors
 from cki.adapters.tf_types import DLPACK_TYPES, TO_TF, EagerTensor, as_tensor_or_variable
 from cki.dlpack import from_capsule
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
-from cki.memory.views import CacheTensor
 from cki.ops.call import Planned, PlanRequest, call, common_adapter_of
 from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
@@ -271,18 +270,8 @@ def _function(name: str) -> Callable[..., Any]:
 
 def _as_tensor(operation: str, value: Any) -> Any:
     """NumPy arrays as TensorFlow's tensors, also inside a cache's tuple."""
-    if isinstance(value, np.ndarray):
-        return tf.convert_to_tensor(value)
-    if isinstance(value, CacheTensor) or (
-        isinstance(value, tuple) and any(isinstance(item, CacheTensor) for item in value)
-    ):
-        raise InvalidTypeError(
-            f"{operation}: a cache of PagedKVCache, which is written in place; TensorFlow's tensors are immutable",
-            hint="(k_cache, v_cache) of TensorFlow's tensors; their new values are returned",
-        )
-    if type(value) in (tuple, list) and any(isinstance(item, np.ndarray) for item in value):
-        return tuple(_as_tensor(operation, item) for item in value)
-    return value
+    hint = "(k_cache, v_cache) of TensorFlow's tensors; their new values are returned"
+    return framework_tensors(operation, value, tf.convert_to_tensor, "TensorFlow's tensors", hint)
 
 
 def fused_attention(
