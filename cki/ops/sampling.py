@@ -17,6 +17,8 @@ from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 #: Vocabularies that a block of few threads reads in one turn or two.
 _SMALL_VOCABULARY = 4096
+#: With 1024 threads, 64 registers each, four groups of tokens under way spilled.
+_MOST_THREADS = 512
 #: The kernel counts tokens in 32 bits, up to a turn of its largest block beyond the last.
 _LARGEST_VOCABULARY = 2**31 - 2**15
 _LARGEST_BATCH = 2**31 - 1
@@ -131,7 +133,7 @@ def plan_sample_tokens(
         return ()
     given = {name: parameters.get(name) for name in _PARAMETERS}
     step = given["step"]
-    threads = 256 if vocabulary <= _SMALL_VOCABULARY else 1024
+    threads = 256 if vocabulary <= _SMALL_VOCABULARY else _MOST_THREADS
     unit = logits.shape[1] == 1 or logits.strides[1] == 1
     kernel = sample_kernel(
         logits.dtype, threads, vector_loads=unit and logits.is_aligned(4 * logits.dtype.itemsize),
@@ -160,7 +162,7 @@ def plan_sample_tokens(
 def sample_kernel(dtype: DType, threads: int, *, vector_loads: bool, step: DType) -> KernelSpec:
     """The kernel of one configuration."""
     return kernel_spec(
-        "sampling/sample.cu", "sample", _PARAMS, max_registers=64 if threads > 512 else 128, Element=dtype,
+        "sampling/sample.cu", "sample", _PARAMS, max_registers=128, Element=dtype,
         StepIndex=step, kThreads=threads, kVectorLoads=vector_loads,
     )  # fmt: skip
 
