@@ -112,7 +112,7 @@ class DecoderModel:
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
         self._graphs = graphs
-        self._weights = weights
+        self.weights = weights
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
             config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences
@@ -154,7 +154,7 @@ class DecoderModel:
     @property
     def weight_nbytes(self) -> int:
         """Bytes of the weights on the device."""
-        return self._weights.nbytes
+        return self.weights.nbytes
 
     def prefill(self, rows: Sequence[StepRow]) -> StepResult:
         """Store new tokens of sequences of the cache, any number each, and choose what follows each.
@@ -177,14 +177,22 @@ class DecoderModel:
         self.cache.prepare_step([row.sequence for row in rows])
         if not chained:
             self._inputs.send({"tokens": [row.tokens[0] for row in rows]}, self.stream)
-        return self._run(self._decode_shape(len(rows)), rows)
+        return self._run(self.decode_shape(len(rows)), rows)
+
+    def relaunch(self, rows: Sequence[StepRow]) -> StepResult:
+        """The last decode step once more, on the same tables, by its single launches instead of its graph.
+
+        What a replay does must be what its launches do: for tests and benchmarks.
+        """
+        self._inputs.send({"tokens": [row.tokens[0] for row in rows]}, self.stream)
+        return self._run(self.decode_shape(len(rows)), rows, as_graph=False)
 
     def warm_up(self, prompt_lengths: Sequence[int]) -> int:
         """Compile the steps that prompts of these lengths take when they begin together, and record their graphs.
 
         Nothing runs.  Returns the number of steps that are compiled by now.
         """
-        self.program(self._decode_shape(min(len(prompt_lengths), self.limits.max_sequences)))
+        self.program(self.decode_shape(min(len(prompt_lengths), self.limits.max_sequences)))
         room, counts = self.limits.max_step_tokens, []
         for length in prompt_lengths[: self.limits.max_sequences]:
             counts.append(min(length, room))
@@ -210,11 +218,12 @@ class DecoderModel:
         tokens = bucket(int(counts.sum()), self._most_tokens)
         return StepShape(tokens, bucket(len(counts), self.limits.max_sequences), False, longest)
 
-    def _decode_shape(self, rows: int) -> StepShape:
+    def decode_shape(self, rows: int) -> StepShape:
+        """The size of the compiled step for so many sequences."""
         size = bucket(rows, self.limits.max_sequences)
         return StepShape(size, size, True)
 
-    def _run(self, shape: StepShape, rows: Sequence[StepRow]) -> StepResult:
+    def _run(self, shape: StepShape, rows: Sequence[StepRow], *, as_graph: bool = True) -> StepResult:
         sampling = tuple(row.sampling for row in rows)
         if sampling != self._sent_sampling:
             columns = dict(zip(RowSampling._fields, zip(*sampling)))
@@ -222,7 +231,7 @@ class DecoderModel:
             columns["seen_rows"] = (*columns["seen_rows"], *(-1,) * (self.limits.max_sequences - len(rows)))
             self._sampling.send(columns, self.stream)
             self._sent_sampling = sampling
-        self.program(shape).launch(self.stream)
+        self.program(shape).launch(self.stream, as_graph=as_graph)
         alternatives = any(row.sampling.alternatives for row in rows)
         readback = self._readback(shape.decode, alternatives)
         readback.start(self.stream)
@@ -234,7 +243,7 @@ class DecoderModel:
         if program is None:
             plan = self._planner.plan(shape, self.device)
             memory: dict[str, HasView] = {**self._cache_tensors(), **self._workspace.take(plan)}
-            for group in (self._inputs, self._sampling, self._buffers, self._weights):
+            for group in (self._inputs, self._sampling, self._buffers, self.weights):
                 memory |= dict(group.items())
             program = StepProgram(plan, self.device, memory)
             if shape.decode and self._graphs:

@@ -73,9 +73,9 @@ class StepProgram:
 
             self._graph = ExecutableGraph(self._executable, self._pointers)
 
-    def launch(self, stream: int) -> None:
-        """Run the step on a stream; does not wait."""
-        if self._graph is None:
+    def launch(self, stream: int, *, as_graph: bool = True) -> None:
+        """Run the step on a stream; does not wait.  as_graph: by its graph, if there is one."""
+        if self._graph is None or not as_graph:
             self._executable.launch(self._pointers, stream)
             return
         from cupy_backends.cuda.api.runtime import graphLaunch

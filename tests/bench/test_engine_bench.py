@@ -1,8 +1,9 @@
-"""bench/engine.py as far as it goes without a GPU: its gate tells right steps from wrong ones."""
+"""bench/engine.py and engine_load.py as far as they go without a GPU: their gates tell right steps from wrong ones."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,31 +17,67 @@ from cki.engine.model import DecoderModel, ModelLimits
 from tests.engine.tiny import LLAMA, random_weights
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODULES = ("common", "engine", "engine_gates", "engine_load", "engine_models")
 
 
 @pytest.fixture
 def bench(monkeypatch):
+    """Modules of the benchmark by name."""
     monkeypatch.syspath_prepend(str(BENCH))
-    import engine
-
-    yield engine
-    for name in ("common", "engine"):
-        sys.modules.pop(name)
+    yield __import__
+    for name in MODULES:
+        sys.modules.pop(name, None)
 
 
-def test_the_gate_tells_wrong_steps(bench, monkeypatch):
+def test_the_gate_of_the_load_tells_wrong_steps(bench, monkeypatch):
+    load = bench("engine_load")
     weights = DeviceWeights(LLAMA, random_weights(LLAMA), dtypes.f32, sim_device(), 64)
     model = DecoderModel(LLAMA, weights, device=sim_device(), block_size=4, limits=ModelLimits(8, 16, 64))
     prompt = np.random.default_rng(0).integers(0, 128, 21)
-    assert bench.gate(model, prompt, [5, 9, 7]) < 1e-4
+    assert load.gate(model, prompt, [5, 9, 7]) < 1e-4
     decode = model.decode
     monkeypatch.setattr(model, "decode", lambda rows: decode([row._replace(tokens=[3]) for row in rows]))
-    assert bench.gate(model, prompt, [5, 9, 7]) > 0.2
+    assert load.gate(model, prompt, [5, 9, 7]) > 0.2
     assert model.cache.blocks_used == 0
+    assert len(set(load.PROMPTS)) == 16
 
 
-def test_the_large_shapes_are_those_of_qwen3_8b(bench):
-    config = ModelConfig.from_hf(bench.QWEN3_8B)
-    assert config.qk_norm
-    assert (config.num_layers, config.hidden_size, config.head_dim) == (36, 4096, 128)
-    assert len(set(bench.PROMPTS)) == 16
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_gates_of_a_step(bench, monkeypatch, qk_norm):
+    pytest.importorskip("torch")
+    models, gates = bench("engine_models"), bench("engine_gates")
+    config = replace(LLAMA, qk_norm=qk_norm, tie_word_embeddings=not qk_norm)
+    model = models.make_model(config, sim_device(), context=70, sequences=2, dtype=dtypes.f16)
+    sequences = models.sequences_of(model, 2, 37)
+    ours, theirs = gates.distance_from_torch(model, sequences)
+    assert 0 < ours <= 2 * theirs
+    assert gates.replay_equals_launches(model, sequences)
+    # Neither may miss what is wrong: another token in the step, and another weight when the launches run.
+    decode, relaunch = model.decode, model.relaunch
+    monkeypatch.setattr(model, "decode", lambda rows: decode([row._replace(tokens=[3]) for row in rows]))
+    assert gates.distance_from_torch(model, sequences)[0] > 10 * theirs
+    monkeypatch.undo()
+    weight = models.as_torch(dict(model.weights.items())["layers.1.wd"])
+
+    def broken(rows):
+        weight[5] += 1
+        return relaunch(rows)
+
+    monkeypatch.setattr(model, "relaunch", broken)
+    assert not gates.replay_equals_launches(model, sequences)
+
+
+def test_the_shapes_are_those_of_the_real_models(bench):
+    models = bench("engine_models")
+    large, small = (models.config_of(name) for name in ("qwen3-8b", "smollm2"))
+    assert isinstance(large, ModelConfig)
+    assert large.qk_norm
+    assert (large.num_layers, large.hidden_size, large.head_dim) == (36, 4096, 128)
+    assert (small.num_heads, small.num_kv_heads, small.tie_word_embeddings) == (9, 3, True)
+
+
+def test_a_row_is_left_out_when_time_is_short(bench):
+    clock = bench("engine").Clock(0.5)
+    assert clock.allows(0.1)
+    assert not clock.allows(0.6)
+    assert bench("engine").Clock(None).allows(1e9)

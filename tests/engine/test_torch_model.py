@@ -54,7 +54,7 @@ def test_greedy_text_is_that_of_transformers(device, name, changes):
 def test_weights_are_shared():
     model = made("Llama", tie_word_embeddings=True)
     llm = LLM.from_torch(model, **OPTIONS)
-    lent = dict(llm.model._weights.items())
+    lent = dict(llm.model.weights.items())
     layer = model.model.layers[1]
     assert lent["layers.1.wqkv"].view.ptr == layer.self_attn.q_proj.weight.data_ptr()
     width = layer.self_attn.q_proj.weight.numel() * 4

@@ -1,0 +1,253 @@
+"""The engine under load: prefill, a mix of requests, a leak test, perplexity, and greedy texts against transformers.
+
+    python bench/engine_load.py                              # SmolLM2's weights, and the shapes of Qwen3-8B
+    python bench/engine_load.py --parts texts mix --models smollm2
+
+Decode steps are `bench/engine.py`'s.  Before anything of a model is timed, a step that follows keys written token by
+token must have the logits of a prefill of the same tokens, which other kernels compute.
+
+    texts       greedy texts of SmolLM2 in f32 are those of transformers, 64 tokens on each of 16 prompts
+    perplexity  of SmolLM2 by element type
+    prefill     time to the first token of prompts of 1k and 8k tokens
+    mix         64 requests of 16 to 2048 tokens that bring 16 to 256 each, all submitted at once
+    leak        10 000 random requests on a tiny model: no block is lost
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import engine_models
+import numpy as np
+
+from cki.engine import LLM, ModelConfig, SamplingParams
+from cki.engine.model import DecoderModel, StepRow
+
+#: Greedy texts that are compared with transformers'.
+PROMPTS = [
+    "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time", "The sky is blue because",
+    "1, 1, 2, 3, 5, 8,", "My favourite colour is", "Photosynthesis is", "In 1969,", "To bake bread you need",
+    "The opposite of hot is", "A haiku about rain:", "SELECT name FROM", "Dear Sir or Madam,", "The mitochondria",
+    "E = mc^2 means",
+]  # fmt: skip
+PARTS = ("texts", "perplexity", "prefill", "mix", "leak")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=("smollm2", "qwen3-8b"), default=["smollm2", "qwen3-8b"]
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--layers", type=int, help="of Qwen3-8B's shapes (fewer: a quick look)")
+    arguments = parser.parse_args(argv)
+    common.require_gpu()
+    rows: list[dict[str, object]] = []
+    if "texts" in arguments.parts:
+        gate_against_transformers()
+    if "perplexity" in arguments.parts:
+        rows += perplexity_rows()
+    for name in arguments.models if {"prefill", "mix"} & set(arguments.parts) else ():
+        llm = load(name, arguments.layers)
+        prompt, *tokens = np.random.default_rng(0).integers(0, llm.config.vocab_size, (9, 500))
+        difference = gate(llm.model, prompt, [int(part[0]) for part in tokens])
+        print(f"{name}: decoding differs from prefill by {difference:.4f} of the logits' spread")
+        assert difference < 0.1, "decoding and prefill disagree"
+        if "prefill" in arguments.parts:
+            rows += prefill_rows(name, llm.model)
+        if "mix" in arguments.parts:
+            rows += mix_rows(name, llm)
+        del llm
+    if "leak" in arguments.parts:
+        rows += leak_rows()
+    if rows:
+        common.write_csv("engine_load", rows)
+
+
+def load(name: str, layers: int | None) -> LLM:
+    """A model on the GPU, in bf16."""
+    sizes: dict[str, Any] = {"dtype": "bf16", "device": "cuda", "max_sequences": 64}
+    if name == "smollm2":
+        return LLM("smollm2", **sizes)
+    return LLM.from_weights(
+        engine_models.config_of(name, layers), engine_models.fill_at_random, max_length=8192 + 16, **sizes
+    )
+
+
+def sequences_of(model: DecoderModel, prompts: Sequence[np.ndarray]) -> list[int]:
+    """Sequences of the cache that hold these prompts."""
+    ids = [model.cache.allocate_sequence(len(prompt)) for prompt in prompts]
+    for sequence, prompt in zip(ids, prompts):
+        for first in range(0, len(prompt), model.limits.max_step_tokens):
+            part = prompt[first : first + model.limits.max_step_tokens]
+            model.prefill([StepRow(sequence, part)]).wait()
+    return ids
+
+
+def gate(model: DecoderModel, prompt: np.ndarray, tokens: Sequence[int]) -> float:
+    """How far decoding `tokens` after a prompt is from a prefill: RMS of the logits' difference over their spread."""
+    found = []
+    for decoded in (True, False):
+        (sequence,) = sequences_of(model, [prompt if decoded else np.concatenate([prompt, tokens])])
+        for token in tokens if decoded else ():
+            model.decode([StepRow(sequence, [token])]).wait()
+        found.append(model.logits().numpy()[0].astype(np.float64))
+        model.cache.free_sequence(sequence)
+    assert np.isfinite(found[0]).all()
+    return float(np.sqrt(np.mean((found[0] - found[1]) ** 2)) / found[1].std())
+
+
+def prefill_rows(name: str, model: DecoderModel) -> Iterator[dict[str, object]]:
+    """Time to first token of prompts of 1k and 8k tokens, in parts of max_step_tokens."""
+    c = model.config
+    parameters = model.weight_nbytes / model.dtype.itemsize - (1 if c.tie_word_embeddings else 2) * (
+        c.vocab_size * c.hidden_size
+    )
+    for length in (1024, 8192):
+        prompt = np.random.default_rng(length).integers(0, c.vocab_size, length)
+        samples = []
+        for _ in range(5):
+            start = time.perf_counter()
+            (sequence,) = sequences_of(model, [prompt])
+            samples.append((time.perf_counter() - start) * 1e6)
+            model.cache.free_sequence(sequence)
+        flops = 2 * parameters * length + 2 * length**2 * c.num_layers * c.num_heads * c.head_dim
+        timing = common.summary(samples[1:])
+        yield common.row(
+            "prefill", f"{name} tokens={length}", model.dtype.name, "cki", timing, flops=flops,
+            tokens_per_s=round(length / timing.median_us * 1e6, 1),
+        )  # fmt: skip
+
+
+def mix_rows(name: str, llm: LLM) -> Iterator[dict[str, object]]:
+    """64 requests of 16 to 2048 tokens that bring 16 to 256 each, all submitted at once."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, llm.config.vocab_size, int(n)).tolist() for n in rng.integers(16, 2049, 64)]
+    params = [SamplingParams(int(n), ignore_eos=True) for n in rng.integers(16, 257, 64)]
+    llm.generate(prompts[:2], [SamplingParams(4, ignore_eos=True)] * 2)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    elapsed = time.perf_counter() - start
+    assert all(len(output.token_ids) == wanted.max_tokens for output, wanted in zip(outputs, params))
+    alone = llm.generate(prompts[5], params[5])[0].token_ids
+    same = sum(a == b for a, b in zip(alone, outputs[5].token_ids))
+    print(f"{name} mix: {same} of {len(alone)} greedy tokens of a request are those it gets alone")
+    latencies = np.array([output.stats.elapsed_s for output in outputs])
+    first = np.array([output.stats.time_to_first_token_s for output in outputs])
+    new = sum(output.new_tokens for output in outputs)
+    yield common.row(
+        "mix", f"{name} 64 requests", llm.model.dtype.name, "cki", elapsed * 1e6, tokens_per_s=round(new / elapsed, 1),
+        p50_latency_s=round(float(np.percentile(latencies, 50)), 3),
+        p99_latency_s=round(float(np.percentile(latencies, 99)), 3),
+        p50_first_token_s=round(float(np.percentile(first, 50)), 3),
+        preemptions=sum(output.stats.preemptions for output in outputs),
+    )  # fmt: skip
+
+
+def leak_rows(count: int = 10_000) -> Iterator[dict[str, object]]:
+    """Random requests on a tiny model with a small cache: preempted, shared, and at the end nothing is left."""
+    sizes = {
+        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 1000, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512, "tie_word_embeddings": True, "eos_token_id": 2,
+    }  # fmt: skip
+    llm = LLM.from_weights(
+        ModelConfig.from_hf(sizes), engine_models.fill_at_random, dtype="bf16", device="cuda", max_length=256,
+        max_sequences=32, cache_nbytes=150 * 2 * 2 * 16 * 2 * 64 * 2,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    stem = rng.integers(3, 1000, 60).tolist()
+    start, new, preempted, shared = time.perf_counter(), 0, 0, 0
+    for first in range(0, count, 500):
+        prompts = [
+            stem[: int(rng.integers(0, 60))] + rng.integers(3, 1000, int(rng.integers(1, 60))).tolist()
+            for _ in range(500)
+        ]
+        params = [
+            SamplingParams(int(n), temperature=float(rng.choice([0.0, 1.0])), seed=first, ignore_eos=True)
+            for n in rng.integers(1, 60, 500)
+        ]
+        outputs = llm.generate(prompts, params)
+        assert all(len(output.token_ids) == wanted.max_tokens for output, wanted in zip(outputs, params))
+        new += sum(output.new_tokens for output in outputs)
+        preempted += sum(output.stats.preemptions for output in outputs)
+        shared += sum(output.stats.cached_tokens for output in outputs)
+    cache = llm.model.cache
+    assert (cache.blocks_used, cache.blocks_free) == (0, cache.num_blocks), "blocks are lost"
+    elapsed = time.perf_counter() - start
+    yield common.row(
+        "leak", f"tiny model, {count} requests", "bf16", "cki", elapsed * 1e6, tokens_per_s=round(new / elapsed, 1),
+        preemptions=preempted, cached_tokens=shared,
+    )  # fmt: skip
+
+
+def perplexity_rows() -> Iterator[dict[str, object]]:
+    """Of SmolLM2 on this file's own text, token by token through decode steps, by element type."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    for dtype in ("f32", "f16", "bf16"):
+        llm = LLM(
+            "smollm2", dtype=dtype, device="cuda", max_length=1024, max_sequences=1, cache_nbytes=1 << 28
+        )
+        assert llm.tokenizer is not None
+        tokens = llm.tokenizer.encode(text)[:600]
+        sequence = llm.model.cache.allocate_sequence()
+        surprise = 0.0
+        for token, following in zip(tokens, tokens[1:]):
+            llm.model.decode([StepRow(sequence, [token])]).wait()
+            logits = llm.model.logits().numpy()[0].astype(np.float64)
+            surprise -= logits[following] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        value = float(np.exp(surprise / (len(tokens) - 1)))
+        assert 1 < value < 100, "no language model"
+        yield common.row(
+            "perplexity", f"smollm2, {len(tokens)} tokens", dtype, "cki", 0.0, perplexity=round(value, 4)
+        )
+
+
+def gate_against_transformers() -> None:
+    """SmolLM2 in f32: 64 greedy tokens on each prompt are those of transformers."""
+    from cki.engine import open_model
+
+    llm = LLM("smollm2", dtype="f32", device="cuda", max_length=512, max_sequences=16, cache_nbytes=1 << 30)
+    outputs = llm.generate(PROMPTS, SamplingParams(64, ignore_eos=True))
+    peer = transformers_model(open_model("smollm2"))
+    peer.generation_config.eos_token_id = None  # the engine's answers go on, too
+    import torch
+
+    for prompt, output in zip(PROMPTS, outputs):
+        ids = torch.tensor([output.prompt_token_ids], device="cuda")
+        with torch.inference_mode():
+            theirs = peer.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=0)
+        expected = theirs[0, ids.shape[1] :].tolist()
+        same = next((n for n, (a, b) in enumerate(zip(output.token_ids, expected)) if a != b), 64)
+        print(f"{prompt!r}: the first {same} of 64 tokens are those of transformers")
+        assert same == 64, "greedy texts in f32 differ"
+
+
+def transformers_model(files: Any) -> Any:
+    """The same weights in transformers, f32 on the GPU."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = files.config
+    config = LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, rope_theta=c.rope_theta,
+        max_position_embeddings=c.max_position, tie_word_embeddings=c.tie_word_embeddings, attn_implementation="sdpa",
+    )  # fmt: skip
+    peer = LlamaForCausalLM(config)
+    weights = {name: torch.from_numpy(np.array(values, np.float32)) for name, values in files.weights.items()}
+    lacking = peer.load_state_dict(weights, strict=False).missing_keys
+    assert set(lacking) <= {"lm_head.weight"}, lacking
+    return peer.to("cuda").eval()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Models for `bench/engine.py`: shapes of real ones with random weights made on the device, and their kernels compiled
+ahead by many processes at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from cki import cache, dtypes
+from cki.device import DeviceInfo
+from cki.dtypes import DType
+from cki.engine import ModelConfig
+from cki.engine.device_weights import DeviceWeights
+from cki.engine.model import DecoderModel, ModelLimits
+from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
+from cki.kernel import KernelSpec
+from cki.memory.views import CacheTensor
+
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "eos_token_id": 151645,
+}  # fmt: skip
+SMOLLM2_135M = {
+    "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152,
+    "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "eos_token_id": 2,
+}  # fmt: skip
+SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
+#: Tokens of the longest sequence: the engine's own default, so tables are as wide as a user's.
+MAX_LENGTH = 8192
+MAX_SEQUENCES = 64
+BLOCK_SIZE = 16
+
+
+def config_of(name: str, layers: int | None = None) -> ModelConfig:
+    """A model's configuration, with fewer layers where that is asked for."""
+    shape = SHAPES[name]
+    return ModelConfig.from_hf({**shape, "num_hidden_layers": layers or shape["num_hidden_layers"]})
+
+
+def as_torch(tensor: Any) -> Any:
+    """A tensor of the engine's as one of torch's on the same memory."""
+    import torch
+
+    return torch.from_dlpack(tensor)
+
+
+def fill_at_random(role: str, tensor: CacheTensor) -> None:
+    """Weights of a size that keeps activations near 1: norms' around 1, biases' small."""
+    values = as_torch(tensor)
+    if values.ndim == 1:
+        values.normal_(1.0 if "norm" in role else 0.0, 0.1)
+    else:
+        values.normal_(0.0, 1.0 if role == "embed" else values.shape[-1] ** -0.5)
+
+
+def make_model(
+    config: ModelConfig, device: DeviceInfo, *, context: int, sequences: int, dtype: DType = dtypes.bf16
+) -> DecoderModel:
+    """Random weights, and a cache of random keys and values that holds so many sequences of `context` tokens."""
+    limits = ModelLimits(MAX_SEQUENCES, 2048, MAX_LENGTH)
+    weights = DeviceWeights(config, fill_at_random, dtype, device, MAX_LENGTH)
+    blocks = sequences * (-(-context // BLOCK_SIZE) + 1)
+    block = 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim * dtype.itemsize
+    nbytes = max(blocks, MAX_LENGTH // BLOCK_SIZE) * block
+    model = DecoderModel(
+        config, weights, device=device, limits=limits, block_size=BLOCK_SIZE, cache_nbytes=nbytes
+    )
+    for number in range(config.num_layers):
+        layer = model.cache.layer(number)
+        as_torch(layer.k).normal_()
+        as_torch(layer.v).normal_()
+    synchronize(device)
+    return model
+
+
+def sequences_of(model: DecoderModel, count: int, context: int) -> list[int]:
+    """Sequences of `context` tokens, whose keys and values are what the cache's blocks hold."""
+    ids = [model.cache.allocate_sequence(context) for _ in range(count)]
+    for sequence in ids:
+        for first in range(0, context, model.limits.max_step_tokens):
+            model.cache.prepare_step([sequence], min(context - first, model.limits.max_step_tokens))
+    return ids
+
+
+def synchronize(device: DeviceInfo) -> None:
+    """Wait for everything on a GPU."""
+    if device.kind == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def step_kernels(
+    config: ModelConfig, batches: Sequence[int], device: DeviceInfo, dtype: DType = dtypes.bf16
+) -> list[KernelSpec]:
+    """The kernels of decode steps, those of each batch behind those of the one before."""
+    geometry = CacheGeometry(MAX_LENGTH // BLOCK_SIZE, BLOCK_SIZE, MAX_LENGTH // BLOCK_SIZE)
+    planner = DecoderPlanner(config, dtype, geometry, MAX_LENGTH, MAX_SEQUENCES)
+    plans = [planner.plan(StepShape(batch, batch, True), device) for batch in batches]
+    return list(dict.fromkeys(step.kernel for plan in plans for step in plan.steps))
+
+
+def compile_ahead(kernels: Sequence[KernelSpec], arch: str) -> float:
+    """Bring kernels into the cache directory, each compiled by a process of its own; returns the seconds taken.
+
+    To be called before this process uses a GPU: it forks.
+    """
+    start = time.perf_counter()
+    wanted = list(dict.fromkeys(kernels))[::-1]  # a step's last, sampling, takes longest
+    workers = min(len(wanted), len(os.sched_getaffinity(0)))
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        pool.starmap(_compile, [(kernel, arch) for kernel in wanted], chunksize=1)
+    return time.perf_counter() - start
+
+
+def _compile(kernel: KernelSpec, arch: str) -> None:
+    cache.get(kernel, arch)
