@@ -7,8 +7,8 @@
 ragged: 32 sequences of random length 16 .. 1024, width 2048, bf16, full and causal, beside FlashAttention-3's
 `flash_attn_varlen_func` (where `flash_attn_interface` imports), the generic kernel, and the dense kernel over as many
 sequences padded to the longest.  paged: whole prompts, and chunks of 512 tokens over 4096, with keys in blocks of 16,
-64 and 128 in random order, beside `cki.attention` on the same keys in a dense tensor; `vs_dense` is the dense kernel's
-time over ours.  FLOPs count what is visible, without padding.
+64 and 128 in random order, beside `cki.attention` on the same keys in a dense tensor; uniform: the same sequences
+packed.  `vs_dense` is the dense kernel's time over ours.  FLOPs count what is visible, without padding.
 
 Every call is compared with float64 on some rows of some sequences before it is timed (the bound of the tests); one of
 ours that is wrong ends the program.  All of a cell are replayed in turn (bench/common.py); results/varlen.csv is
@@ -81,11 +81,11 @@ def cells(which: str) -> list[Cell]:
         if which in ("ragged", "all"):
             lengths = random_lengths()
             found += [Cell("32 x 16..1024", lengths, lengths, 2048 // dim, dim, c) for c in (False, True)]
-        if which in ("paged", "all"):
-            for block in (16, 64, 128):
-                for queries, keys in ((2048, 2048), (512, 4096)):
-                    name = f"8 x {queries} over {keys}"
-                    found += [Cell(name, (queries,) * 8, (keys,) * 8, 2048 // dim, dim, True, block)]
+        blocks = {"paged": (16, 64, 128), "uniform": (0,), "all": (0, 16, 64, 128)}.get(which, ())
+        for block in blocks:
+            for queries, keys in ((2048, 2048), (512, 4096)):
+                name = f"8 x {queries} over {keys}"
+                found += [Cell(name, (queries,) * 8, (keys,) * 8, 2048 // dim, dim, True, block)]
     return found
 
 
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--set", choices=("ragged", "paged", "all"), default="all")
+    parser.add_argument("--set", choices=("ragged", "uniform", "paged", "all"), default="all")
     parser.add_argument("--tiles", action="store_true", help="time every candidate of tiles too")
     options = parser.parse_args(argv)
     common.require_gpu()
