@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Tokens for which the simulated device has the patience.
 _SIMULATED_TOKENS, _TOKENS = 8, 128
+#: Options that are SamplingParams' of the same names.
+_CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,14 +44,15 @@ def _parser() -> argparse.ArgumentParser:
         "--max-tokens", type=int, help=f"new tokens (default {_TOKENS}, simulated {_SIMULATED_TOKENS})"
     )
     parser.add_argument("--max-length", type=int, help="tokens of the longest sequence")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 (default): the likeliest token each time"
+    drawn = parser.add_argument_group(
+        "choice of tokens", "default: what the model's generation_config.json recommends, else the likeliest"
     )
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--seed", type=int)
+    drawn.add_argument("--temperature", type=float, help="0: the likeliest token each time")
+    drawn.add_argument("--top-k", type=int)
+    drawn.add_argument("--top-p", type=float)
+    drawn.add_argument("--min-p", type=float)
+    drawn.add_argument("--repetition-penalty", type=float)
+    drawn.add_argument("--seed", type=int)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable"
     )
@@ -59,19 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     arguments = _parser().parse_args(argv)
     from cki.demo.place import choose
-    from cki.engine import LLM, SamplingParams
+    from cki.engine import LLM
 
     place = choose(arguments.device)
     kind = place.info.kind
-    params = SamplingParams(
-        max_tokens=arguments.max_tokens or (_SIMULATED_TOKENS if kind == "sim" else _TOKENS),
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty, seed=arguments.seed, stop=arguments.stop,
-    )  # fmt: skip
     begun = time.perf_counter()
-    simulated = {"max_length": 1024, "max_sequences": 8, "max_step_tokens": 256} if kind == "sim" else {}
+    simulated = {"max_sequences": 8, "max_step_tokens": 256} if kind == "sim" else {}
     options = {**simulated, **({} if arguments.max_length is None else {"max_length": arguments.max_length})}
     llm = LLM(arguments.model, dtype=arguments.dtype, device=kind, **options)
+    given = {name: getattr(arguments, name) for name in _CHOICE if getattr(arguments, name) is not None}
+    most = arguments.max_tokens or (_SIMULATED_TOKENS if kind == "sim" else _TOKENS)
+    params = replace(llm.default_params, max_tokens=most, stop=arguments.stop, **given)
     weights = llm.model.weight_nbytes / 2**20
     if place.why_not_gpu:
         print(f"no GPU: {place.why_not_gpu}", file=sys.stderr)

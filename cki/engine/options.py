@@ -58,8 +58,13 @@ class EngineOptions:
         return cuda_device(int(index or 0))
 
     def limits(self, config: ModelConfig) -> ModelLimits:
-        """Sizes for a model."""
+        """Sizes for a model.  Refuses a max_length that the model was not made for."""
         length = min(config.max_position, _DEFAULT_LENGTH) if self.max_length is None else self.max_length
+        if length > config.max_position:
+            raise InvalidArgumentError(
+                f"max_length is {length}, but the model was made for sequences of {config.max_position} tokens",
+                hint=f"at most {config.max_position}, or RoPE scaling in the model's configuration",
+            )
         return ModelLimits(self.max_sequences, self.max_step_tokens, length)
 
     def element_type(self, config: ModelConfig, device: DeviceInfo) -> DType:

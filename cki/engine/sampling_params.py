@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
 
 from cki.engine.step_plan import MAX_ALTERNATIVES
 from cki.errors import InvalidArgumentError, InvalidTypeError
+
+#: Of fp32, in which kernels take these values.
+_LARGEST = float(np.finfo(np.float32).max)
+#: Names in generation_config.json and here.
+_RECOMMENDED = {
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -17,7 +27,8 @@ class SamplingParams:
 
     max_tokens: at most so many new tokens.
     temperature: 0 takes the likeliest token each time.
-    top_k: only the k likeliest tokens; 0 is all.  top_p: of those the fewest with at least this probability together.
+    top_k: only the k likeliest tokens; 0 or -1 is all.
+    top_p: of those the fewest with at least this probability together.
     min_p: only tokens with this much of the largest probability or more.
     repetition_penalty: divides (positive) or multiplies (negative) logits of tokens that prompt or answer hold.
     seed: a request with a seed gets the same tokens in any company; None takes a random one.
@@ -43,11 +54,11 @@ class SamplingParams:
         _check_types(self)
         rules = (
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
-            ("top_k", 0 <= self.top_k < 2**31, "0 or more"),
+            ("temperature", 0 <= self.temperature <= _LARGEST, "0 or more, as a 32-bit number"),
+            ("top_k", -1 <= self.top_k < 2**31, "1 or more, or 0 for all"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= _LARGEST, "above 0, as a 32-bit number"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer or None"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_ALTERNATIVES, f"0 to {MAX_ALTERNATIVES}"),
             ("stop", all(self.stop_strings), "texts that are not empty"),
@@ -58,6 +69,31 @@ class SamplingParams:
                 "SamplingParams out of range", [f"{name} is {getattr(self, name)!r}" for name, _ in broken],
                 "; ".join(f"{name}: {allowed}" for name, allowed in broken),
             )  # fmt: skip
+
+    @classmethod
+    def recommended(cls, generation: Mapping[str, Any]) -> SamplingParams:
+        """What a model's authors recommend: the values of its generation_config.json, where that has any.
+
+        Its temperature is 1 where it says `do_sample` and gives none, and 0 where it says `"do_sample": false`.
+        Raises InvalidArgumentError for values that SamplingParams refuses.
+        """
+        values = {
+            ours: generation[theirs]
+            for theirs, ours in _RECOMMENDED.items()
+            if generation.get(theirs) is not None
+        }
+        if generation.get("do_sample") is False:
+            values["temperature"] = 0.0
+        elif generation.get("do_sample"):
+            values.setdefault("temperature", 1.0)
+        if isinstance(values.get("top_k"), float) and values["top_k"].is_integer():
+            values["top_k"] = int(values["top_k"])
+        try:
+            return cls(**values)
+        except (InvalidArgumentError, InvalidTypeError) as error:
+            raise InvalidArgumentError(
+                f"generation_config.json recommends what cannot be: {error}", hint="mend or remove that file"
+            ) from error
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

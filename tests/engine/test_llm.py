@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cki.engine import LLM, SamplingParams
+from cki.engine import LLM, ModelConfig, SamplingParams
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.reference.decoder import decoder
 from cki.reference.sampling import log_softmax
+from tests.engine.model_files import hf_config, write_folder
 from tests.engine.tiny import LLAMA, Letters, random_weights
 
 WEIGHTS = random_weights(LLAMA)
@@ -238,6 +241,7 @@ def test_prompts_that_are_refused(llm, prompt, error, match):
     ("values", "error", "match"),
     [
         ({"max_tokens": 0, "top_p": 0.0}, InvalidArgumentError, r"(?s)max_tokens is 0.*top_p is 0\.0"),
+        ({"temperature": 1e300, "top_k": -2}, InvalidArgumentError, r"(?s)temperature is 1e\+300.*top_k is -2"),
         ({"temperature": -1.0}, InvalidArgumentError, "temperature is -1"),
         ({"temperature": float("nan")}, InvalidArgumentError, "temperature is nan"),
         ({"logprobs": 21}, InvalidArgumentError, "logprobs is 21"),
@@ -245,7 +249,7 @@ def test_prompts_that_are_refused(llm, prompt, error, match):
         ({"top_k": 1.5, "seed": "x"}, InvalidTypeError, r"(?s)top_k is 1\.5.*seed is 'x'"),
         ({"stop": 5}, InvalidTypeError, "stop is 5"),
     ],
-)
+)  # fmt: skip
 def test_parameters_that_are_refused(values, error, match):
     with pytest.raises(error, match=match):
         SamplingParams(**values)
@@ -256,8 +260,51 @@ def test_sizes_that_are_refused():
         llm_on("sim", max_sequences=0, block_size="x")
     with pytest.raises(InvalidArgumentError, match="device is 'tpu'"):
         llm_on("tpu")
+    with pytest.raises(
+        InvalidArgumentError, match=r"(?s)max_length is 513.*sequences of 512 tokens.*at most 512"
+    ):
+        llm_on("sim", max_length=513)
 
 
 def test_as_many_params_as_prompts(llm):
     with pytest.raises(InvalidArgumentError, match="2 prompts with 1 params"):
         llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_requests_without_params_take_what_the_model_s_authors_recommend(tmp_path):
+    values = hf_config(num_attention_heads=6, head_dim=16)
+    folder = write_folder(tmp_path, values, random_weights(ModelConfig.from_hf(values)))
+    stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_new_tokens": 7, "eos_token_id": [2, 5]}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    llm = LLM(folder, device="sim", max_length=64, max_sequences=2)
+    assert llm.default_params == SamplingParams(7, 0.6, 20, 0.9)
+    # Two draws with seeds of their own: the same two with the parameters spelled out, but not greedy ones.
+    default = llm.generate([[9, 10]])[0]
+    spelled = replace(llm.default_params, seed=default.stats.seed)
+    assert llm.generate([[9, 10]], spelled)[0].token_ids == default.token_ids
+    assert llm.generate([[9, 10]], SamplingParams(7))[0].new_tokens <= 7
+    (folder / "generation_config.json").write_text(json.dumps({"top_p": "high"}))
+    with pytest.raises(
+        InvalidArgumentError, match=r"generation_config.json recommends.*(\n.*)*top_p is 'high'"
+    ):
+        LLM(folder, device="sim")
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, SamplingParams()),
+        ({"do_sample": True, "top_k": 50.0}, SamplingParams(temperature=1.0, top_k=50)),
+        ({"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.1}, SamplingParams(repetition_penalty=1.1)),
+        ({"top_k": -1, "max_new_tokens": 2048}, SamplingParams(2048, top_k=-1)),
+    ],
+)  # fmt: skip
+def test_recommended_params(stated, expected):
+    assert SamplingParams.recommended(stated) == expected
+
+
+def test_the_report_names_what_runs(llm):
+    report = llm.backend_report()
+    assert "llama: 2 layers of f32 on simulated device" in report
+    assert f"{len(llm.model.plan(llm.model.decode_shape(1)).steps)} launches" in report
+    assert "x paged_attention: " in report

@@ -179,11 +179,18 @@ def test_dtype_of_the_files_where_the_configuration_has_none(tmp_path):
 def test_generation_config(tmp_path):
     values, config = tiny(eos_token_id=2)
     folder = write_folder(tmp_path, values, random_weights(config))
-    stated = {"eos_token_id": [2, 7], "temperature": 0.6, "top_k": 20, "do_sample": True, "top_p": "high"}
+    stated = {
+        "eos_token_id": [2, 7],
+        "temperature": 0.6,
+        "top_k": 20,
+        "do_sample": True,
+        "top_p": None,
+        "n": 3,
+    }
     (folder / "generation_config.json").write_text(json.dumps(stated))
     model = open_model(folder)
     assert model.config.eos_ids == (2, 7)
-    assert model.defaults == {"temperature": 0.6, "top_k": 20.0}
+    assert model.defaults == {"temperature": 0.6, "top_k": 20, "do_sample": True}
 
 
 # FP8
