@@ -148,8 +148,8 @@ def cki_call(counted: bool) -> Run:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A configuration to time.  groups: of a cluster; splits: groups that each sequence's tiles are dealt to; 0: as
-    chosen.
+    """A configuration to time.  groups: at most so many; blocks_per_sm: for which registers and shared memory must
+    leave room, without making the grid larger when `cluster`.
     """
 
     warps: int = 0
@@ -157,25 +157,21 @@ class Variant:
     blocks_per_sm: int = 1
     groups: int = 0
     cluster: bool = False
-    splits: int = 0
     counted: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.warps}w{self.stages}s@{self.blocks_per_sm}" + (
-            f" g{self.groups}" if self.groups else ""
-        )
-        marks = {f" s{self.splits}": self.splits, " cluster": self.cluster, " counted": self.counted}
+        text = f"{self.warps}w{self.stages}s@{self.blocks_per_sm}"
+        marks = {f" g{self.groups}": self.groups, " cluster": self.cluster, " counted": self.counted}
         return text + "".join(mark for mark, holds in marks.items() if holds)
 
     def choose(self, shape: DecodeShape, device: Any) -> DecodeConfig:
         chosen = choose_decode(shape, device)
-        units, blocks = shape.kv_heads * -(-shape.rows // chosen.rows), device.sm_count * self.blocks_per_sm
+        units = shape.kv_heads * -(-shape.rows // chosen.rows)
+        blocks = device.sm_count * (1 if self.cluster else self.blocks_per_sm)
+        if self.groups:
+            blocks = min(blocks, self.groups * units)
         groups, together = choose_groups(units, self.warps, shape.positions, blocks)
         dealt, groups = choose_dealt(shape, units, groups, together)
-        if self.groups:
-            groups, together, dealt = self.groups, units, self.cluster
-        if self.splits:
-            groups, together, dealt = self.splits * shape.batch, units, True
         return dataclasses.replace(
             chosen, warps=self.warps, stages=self.stages, min_blocks=self.blocks_per_sm, groups=groups,
             together=together, dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=self.cluster,
@@ -199,12 +195,10 @@ class Variant:
 
 def candidates(cell: Cell) -> list[Variant]:
     """Configurations worth timing for a cell; those that do not fit are refused at their launch and left out."""
-    shapes = ((4, 6, 1), (6, 4, 1), (8, 3, 1), (12, 2, 1), (4, 3, 2))
-    found = [Variant(*shape) for shape in shapes]
+    found = [Variant(*shape) for shape in ((4, 6, 1), (8, 3, 1), (4, 3, 2))]
+    found += [Variant(*shape, cluster=True) for shape in ((4, 6, 1), (8, 3, 1), (4, 3, 2))]
     if cell.batch == 1:
         found += [Variant(warps, stages, groups=8, cluster=True) for warps, stages in ((8, 3), (4, 6))]
-    elif cell.batch <= 32:  # more blocks than are resident: the GPU hands them out as others end
-        found.append(Variant(8, 3, splits=-(-64 // cell.batch)))
     return found
 
 

@@ -80,9 +80,10 @@ class DecodeConfig:
     When split, the grid is `groups` groups of `together` blocks (decode_schedule.cuh), and together divides the units
     of a sequence.  min_blocks: blocks an SM that the compiler must leave room for.  split: whether units are shared by
     blocks.  dealt: each sequence's tiles are dealt to groups of its own.  by_lengths: of several sequences, where the
-    lengths say that it pays; groups is then a multiple of the batch, and otherwise cut the line.  cluster: the groups
-    of a unit are a cluster, which merges their parts through distributed shared memory (dealt, sm_90 and later; groups
-    are those of one sequence).  prefetch: bytes that L2 is told to fetch around a copy of 16: 0, 128 or 256.
+    lengths say that it pays; groups is then a multiple of the batch, and otherwise cut the line.  cluster: all groups
+    (dealt without by_lengths: those of a sequence) are a cluster, which merges parts through distributed shared memory
+    (decode_cluster.cuh; at most 16 groups, sm_90 and later).  prefetch: bytes that L2 is told to fetch around a copy of
+    16: 0, 128 or 256.
     """
 
     warps: int
@@ -117,13 +118,16 @@ class DecodeConfig:
         return self.rows * (padded_dim(value_dim, itemsize) + 4)
 
     def shared_memory(self, shape: DecodeShape) -> int:
-        """Bytes: rings, a state a warp, parts of the rows that a block of a cluster ends, the schedule."""
-        row_bytes = self.state_floats(shape.value_dim, shape.itemsize) // self.rows * 4
-        rows = self.warps * self.rows
-        if self.cluster:
-            rows += -(-self.rows // self.groups) * self.groups
+        """Bytes: rings, a state a warp, what a block of a cluster is sent, the schedule."""
+        states = self.warps * self.state_floats(shape.value_dim, shape.itemsize) * 4
         rings = self.warps * self.stages * stage_bytes(shape)
-        return rings + rows * row_bytes + self.schedule_bytes(shape.batch)
+        return rings + states + self.inbox_bytes(shape) + self.schedule_bytes(shape.batch)
+
+    def inbox_bytes(self, shape: DecodeShape) -> int:
+        """Bytes of the parts that a block of a cluster is sent (`ClusterInbox`)."""
+        columns = padded_dim(shape.value_dim, shape.itemsize)
+        item = 32 if columns % 32 == 0 else 16
+        return (2 * self.rows * columns // item + self.groups - 1) * (item + 4) * 4 if self.cluster else 0
 
     def schedule_bytes(self, batch: int) -> int:
         """Bytes of the line of work, in both launches: two numbers a sequence, one a warp."""

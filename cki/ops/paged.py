@@ -211,7 +211,7 @@ def plan_paged_attention(
         f"{f'{chosen.groups} equal groups of {chosen.together} blocks' if chosen.split else 'a block a unit'}"
     )
     threads = (chosen.threads, 1, 1)
-    cluster = (1, chosen.groups if chosen.cluster else 1, 1)
+    cluster = (1, grid[1], grid[2] if chosen.by_lengths else 1) if chosen.cluster else (1, 1, 1)
     steps = [
         Step(kernel, grid, threads, arguments, chosen.shared_memory(shape), cluster=cluster, reason=reason)
     ]

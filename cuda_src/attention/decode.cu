@@ -25,12 +25,13 @@
 // are merged
 //   - by a launch of decode_merge.cu, which begins while this one runs (kProgrammatic, sm_90), from device memory;
 //   - by the block that arrives last (kMergeHere), likewise; counters are zero before and after every launch;
-//   - by the blocks of a cluster, which are a unit's groups (kClusterBlocks of them, sm_90): each writes its part of a row
-//     into the shared memory of the block that ends this row.
+//   - by the blocks of a cluster, which are all groups that can share a unit (kClusterBlocks of them, sm_90), through
+//     each other's shared memory (decode_cluster.cuh).
 //
 // Slots past a sequence's end are not read; table entries past it or before the window may be anything. A table entry
 // outside the cache stands for keys and values of zero. Keys that some but not all rows see are hidden by
 // replacing scores.
+#include "attention/decode_cluster.cuh"
 #include "attention/decode_combine.cuh"
 #include "attention/decode_copy.cuh"
 #include "attention/decode_result.cuh"
@@ -62,6 +63,7 @@ using Values = CacheTile<CacheElement, kPaddedValueDim>;
 using Stage = StageLayout<Keys, Values, kTokenScales>;
 using Rows = DecodeRows<Stage, kRowTiles, Features>;
 using State = StateLayout<kRows, kPaddedValueDim>;
+using Inbox = ClusterInbox<State, kRows, kCluster ? kClusterBlocks : 1>;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
 using Source =
     KeySource<Stage, TableIndex, kPaging, kWholeTiles, kSameStrides, kBlockShift, kCopyBytes, kPrefetch, kHeadDim,
@@ -92,9 +94,9 @@ struct Unit {
   }
 };
 
-// Shared memory: rings, a state a warp, in a cluster the parts of the rows that the block ends, then the schedule.
+// Shared memory: rings, a state a warp, in a cluster the parts of what the block ends, then the schedule.
 constexpr int kRingBytes = kWarps * kStages * Stage::kBytes;
-constexpr int kInboxFloats = kCluster ? (kRows + kClusterBlocks - 1) / kClusterBlocks * kClusterBlocks * State::kPitch : 0;
+constexpr int kInboxFloats = kCluster ? Inbox::kFloats : 0;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     paged_attention(const Element* __restrict__ q, const CacheElement* __restrict__ k,
@@ -113,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ int arrived_last;
   __shared__ u64 stored, combined;  // the states of a unit: all are there; they may be written again
+  __shared__ SharedUnit shared_units[2];  // in a cluster: the block's first, unless it is the first at it; its last
   float* states = reinterpret_cast<float*>(smem + kRingBytes);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -124,21 +127,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int total_rows = queries * kGroup;
   const int units = kv_heads * kRowBlocks;  // of a sequence
   const int together = static_cast<int>(gridDim.x), beside = static_cast<int>(blockIdx.x);
+  int rank = 0;  // in the cluster: of the groups of blocks that may share a unit
+  if constexpr (kCluster) rank = static_cast<int>(ptx::cluster_cta_rank());
   const Source source{k, v, k_scale, v_scale, block_table, k_block, k_token, k_head, v_block, v_token, v_head,
                       table_batch, table_column, num_blocks, block_size, kv_heads};
   const Lengths key_lengths{lengths, lengths_stride, capacity, queries, left};
   const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
                       kv_heads * kGroup};
   const LogitRules rules{scale, softcap, softcap_rate, 0, 0};
-  float* inbox = states + kWarps * State::kFloats;
-  int* tables = reinterpret_cast<int*>(inbox + kInboxFloats);
+  const Inbox inbox{states + kWarps * State::kFloats};
+  int* tables = reinterpret_cast<int*>(inbox.entries + kInboxFloats);
 
   // All that a block does, once it is known which order it follows. ahead: the table's entry of the tile that the lane
   // looks for first; kLine asks for it here.
   const auto work = [&](auto schedule, int own_group, TableIndex ahead) {
     using Division = decltype(schedule);
     const int share = schedule.share(own_group);
-    if (!kCluster && share == 0) return;
+    if (share == 0) {
+      if constexpr (kCluster) {
+        ptx::cluster_wait();
+        ptx::cluster_sync();
+      }
+      return;
+    }
     Cursor walk = Cursor::begin(schedule, own_group, share);
     const auto first_key_at = [&](int keys, int tile) {
       return (key_lengths.first_tile(keys) + schedule.template tile_at<kWarps>(tile, own_group)) * kTileKeys;
@@ -187,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
     Unit unit;
     Rows state;
+    bool others_run = !kCluster;  // known to this warp
     const auto begin_unit = [&] {
       unit = Unit(schedule, walk, together, beside, total_rows);
       const auto query_of = [&](int row) { return (unit.first_row + min(row, unit.rows - 1)) / kGroup; };
@@ -218,13 +230,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const auto part_of = [&](int i) {
         return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
       };
-      float* part = kCluster || whole ? nullptr : part_of(own_group - schedule.first_group(unit_begin));
+      const int own = kSplit ? own_group - schedule.first_group(unit_begin) : 0;
+      const int parts = kCluster && !whole ? schedule.sharing_groups(unit_begin, unit.tiles) : 1;
+      float* part = kCluster || whole ? nullptr : part_of(own);
       if (by_all) {
         __syncthreads();
       } else {
         ptx::mbarrier_wait_parity(&stored, done % 2);
       }
-      if constexpr (kCluster) ptx::cluster_wait();  // all blocks run
+      if (!others_run && (last || !whole)) {
+        if constexpr (kCluster) ptx::cluster_wait();
+        others_run = true;
+      }
 #pragma unroll 1
       for (int row = by_all ? warp : 0; row < unit.rows; row += by_all ? kWarps : 1) {
         CombinedRow<State> total;
@@ -234,11 +251,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         if (whole) {
           result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
         } else if constexpr (kCluster) {
-          constexpr int kOwners = kCluster ? kClusterBlocks : 1;
-          total.store_in(static_cast<u32>(row % kOwners), inbox + (row / kOwners * kOwners + own_group) * State::kPitch);
+          inbox.send(total, row, rank - own, parts, own);
         } else {
           total.store(part + row * State::kPitch);
         }
+      }
+      if constexpr (kCluster) {
+        if (!whole && lane == 0 && (!by_all || warp == 0))
+          shared_units[own == 0 ? 1 : 0] = {parts, own, unit.sequence, unit.kv_head, unit.first_row, unit.rows};
       }
 
       if constexpr (kSplit && kMergeHere) {
@@ -264,15 +284,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
       }
       if constexpr (kCluster) {
-        ptx::cluster_sync();
-        const int parts = schedule.sharing_groups(0, unit.tiles);
-        if (parts > 1) {
-          combine_parts<State, FromShared, kWarps>(
-              parts, own_group, kClusterBlocks, unit.rows, states,
-              [&](int i, int row) { return inbox + (row - own_group + i) * State::kPitch; },
-              [&](int row, const CombinedRow<State>& total) {
-                result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
-              });
+        if (last) {
+          ptx::cluster_sync();
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const SharedUnit shared = shared_units[i];
+            if (shared.parts == 0) continue;
+            inbox.template end<kWarps>(shared, [&](int row, int column, float4 values, float reference, float sum) {
+              result.write_part(shared.sequence, shared.kv_head, shared.first_row + row, column, values, reference, sum);
+            });
+          }
         }
       }
       if (last) return;
@@ -315,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (thread == 0) {
       ptx::mbarrier_init(&stored, kThreads);
       ptx::mbarrier_init(&combined, 32);
+      shared_units[0].parts = shared_units[1].parts = 0;
     }
   };
   // Queries that are this block's, probably, come to L2 while the lengths are awaited.

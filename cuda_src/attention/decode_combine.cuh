@@ -12,7 +12,6 @@
 #include "common/online_softmax.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/math.cuh"
 
 namespace cki::attention {
@@ -107,20 +106,6 @@ struct CombinedRow {
       if (State::column(j) < State::kColumns) *reinterpret_cast<float4*>(row + State::column(j)) = values[j];
     }
     if (threadIdx.x % 32 == 0) *reinterpret_cast<float2*>(row + State::kColumns) = make_float2(reference, sum);
-  }
-
-  // The same in the shared memory of another block of the cluster, where `row` lies in this one.
-  __device__ __forceinline__ void store_in(u32 block, const float* row) const {
-    const u32 address = ptx::map_shared_rank(row, block);
-#pragma unroll
-    for (int j = 0; j < State::kVectors; ++j) {
-      if (State::column(j) < State::kColumns)
-        ptx::store_shared_cluster_f32x4(address + static_cast<u32>(State::column(j)) * 4, values[j]);
-    }
-    if (threadIdx.x % 32 == 0) {
-      ptx::store_shared_cluster_f32(address + State::kColumns * 4, reference);
-      ptx::store_shared_cluster_f32(address + State::kColumns * 4 + 4, sum);
-    }
   }
 
  private:

@@ -23,26 +23,49 @@ struct DecodeResult {
   // Row `row` of a KV head's queries * kGroup. One warp calls it.
   template <class Row>
   __device__ __forceinline__ void write(int sequence, int kv_head, int row, const Row& total) const {
-    const int query = row / kGroup, head = kv_head * kGroup + row % kGroup;
-    const RowEnd end(total.reference, total.sum, sinks == nullptr ? negative_infinity() : sinks[head * sinks_stride]);
-    Element* target = out + sequence * out_batch + query * out_query + head * out_head;
+    const RowOf at(*this, sequence, kv_head, row);
+    const RowEnd end(total.reference, total.sum, at.sink);
     constexpr int kVectors = static_cast<int>(sizeof(total.values) / sizeof(float4));
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const int column = j * 128 + static_cast<int>(threadIdx.x % 32) * 4;
-      const float4 v = total.values[j];
-      const float values[4] = {v.x * end.factor, v.y * end.factor, v.z * end.factor, v.w * end.factor};
-      if constexpr (kDense) {
-        if (column < kValueDim) store_floats(target + column, values);
-      } else {
+    for (int j = 0; j < kVectors; ++j)
+      write_columns(at, j * 128 + static_cast<int>(threadIdx.x % 32) * 4, total.values[j], end.factor);
+    if (threadIdx.x % 32 == 0 && lse != nullptr) lse[at.lse] = end.lse;
+  }
+
+  // Four columns of that row. Lanes of a warp may have different ones.
+  __device__ __forceinline__ void write_part(int sequence, int kv_head, int row, int column, float4 values,
+                                             float reference, float sum) const {
+    const RowOf at(*this, sequence, kv_head, row);
+    const RowEnd end(reference, sum, at.sink);
+    write_columns(at, column, values, end.factor);
+    if (column == 0 && lse != nullptr) lse[at.lse] = end.lse;
+  }
+
+ private:
+  // Where a row belongs, and its sink.
+  struct RowOf {
+    Element* target;
+    i64 lse;
+    float sink;
+
+    __device__ __forceinline__ RowOf(const DecodeResult& result, int sequence, int kv_head, int row) {
+      const int query = row / kGroup, head = kv_head * kGroup + row % kGroup;
+      target = result.out + sequence * result.out_batch + query * result.out_query + head * result.out_head;
+      lse = (static_cast<i64>(sequence) * result.heads + head) * result.queries + query;
+      sink = result.sinks == nullptr ? negative_infinity() : result.sinks[head * result.sinks_stride];
+    }
+  };
+
+  __device__ __forceinline__ void write_columns(const RowOf& at, int column, float4 v, float factor) const {
+    const float values[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+    if constexpr (kDense) {
+      if (column < kValueDim) store_floats(at.target + column, values);
+    } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (column + i < kValueDim) target[(column + i) * out_dim] = from_float<Element>(values[i]);
-        }
+      for (int i = 0; i < 4; ++i) {
+        if (column + i < kValueDim) at.target[(column + i) * out_dim] = from_float<Element>(values[i]);
       }
     }
-    if (threadIdx.x % 32 == 0 && lse != nullptr)
-      lse[(static_cast<i64>(sequence) * heads + head) * queries + query] = end.lse;
   }
 };
 

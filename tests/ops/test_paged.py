@@ -94,14 +94,18 @@ def test_scales_of_values_that_grow_by_far(device):
     check_paged(device, queries(1, 1, 4, 32, BF16), cache, table, [80])
 
 
-@pytest.mark.parametrize("merge", ["here", "launch", "unsplit"])
+@pytest.mark.parametrize("merge", ["here", "launch", "cluster", "unsplit"])
 @pytest.mark.parametrize(("groups", "together"), [(1, 2), (3, 1), (7, 2), (40, 1), (40, 2)])
 def test_every_division_of_the_work(device, merge, groups, together):
     """Units shared by many blocks, blocks with many units, rings of all warps wrapped."""
     lengths = [3, 0, 500, 33, 260]
     cache, table = paged_cache(lengths, 16, 2, 16, F16)
     counters = device.array(np.zeros(5 * 3 * 4, np.uint32)) if merge == "here" else None
-    run = configured(counters, groups=groups, together=together, split=merge != "unsplit", stages=2)
+    cluster = merge == "cluster"
+    groups = min(groups, 16) if cluster else groups
+    run = configured(
+        counters, groups=groups, together=together, split=merge != "unsplit", stages=2, cluster=cluster
+    )
     sinks = np.ones(4, np.float32)
     check_paged(device, queries(5, 3, 4, 16, F16), cache, table, lengths, run=run, sinks=sinks)
     if counters is not None:
@@ -124,7 +128,7 @@ def test_one_sequence_is_dealt(device, merge, groups, length):
         assert not device.numpy(counters).any()
 
 
-@pytest.mark.parametrize("merge", ["here", "launch"])
+@pytest.mark.parametrize("merge", ["here", "launch", "cluster"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_sequences_of_about_one_length_are_dealt(device, monkeypatch, merge, splits):
     """The first two batches are dealt, the others' line is cut: each is read and merged its own way."""
@@ -134,8 +138,9 @@ def test_sequences_of_about_one_length_are_dealt(device, monkeypatch, merge, spl
         cache, table = paged_cache(lengths, 16, 2, 16, F16, seed=seed)
         counters = device.array(np.zeros(3 * 3 * 4, np.uint32)) if merge == "here" else None
         run = configured(
-            counters, groups=3 * splits, together=2, warps=2, stages=2, dealt=True, by_lengths=True
-        )
+            counters, groups=3 * splits, together=2, warps=2, stages=2, dealt=True, by_lengths=True,
+            cluster=merge == "cluster",
+        )  # fmt: skip
         check_paged(device, queries(3, 3, 4, 16, F16), cache, table, lengths, run=run)
         if counters is not None:
             assert not device.numpy(counters).any()
@@ -164,13 +169,13 @@ def test_skewed_batch(device):
     check_paged(device, queries(8, 1, 2, 16, BF16), cache, table, lengths)
 
 
-@pytest.mark.parametrize("merge", ["here", "launch"])
+@pytest.mark.parametrize("merge", ["here", "launch", "cluster"])
 def test_more_sequences_than_threads(device, merge):
     """Their lengths are added up in several rounds."""
     lengths = [(7 * i) % 41 for i in range(150)]
     cache, table = paged_cache(lengths, 16, 1, 16, F16)
     counters = device.array(np.zeros(150 * 2, np.uint32)) if merge == "here" else None
-    run = configured(counters, groups=7, together=1, warps=2, stages=2)
+    run = configured(counters, groups=7, together=1, warps=2, stages=2, cluster=merge == "cluster")
     check_paged(device, queries(150, 1, 2, 16, F16), cache, table, lengths, run=run)
 
 

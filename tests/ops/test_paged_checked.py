@@ -54,3 +54,14 @@ def test_one_sequence_under_every_check(device, merge):
         )
         with every_check(device, seed):
             check_paged(device, q, cache, table, lengths, run=run)
+
+
+def test_clusters_under_every_check(device):
+    """The line is cut: blocks with parts of two units, of one in the middle, without any; items of two sizes."""
+    for case, (dim, lengths) in enumerate(((16, [250, 0, 30, 20, 1, 40]), (32, [3, 300, 9]))):
+        cache, table = paged_cache(lengths, 16, 1, dim, BF16)
+        q = normal((len(lengths), 2, 4, dim), BF16, 3)
+        for seed in orders(device, case):
+            run = configured(groups=9 if seed % 2 else 5, warps=2, stages=2, cluster=True)
+            with every_check(device, seed):
+                check_paged(device, q, cache, table, lengths, run=run)

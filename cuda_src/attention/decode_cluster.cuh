@@ -1,0 +1,120 @@
+// Units that the blocks of one cluster shared: their parts meet in distributed shared memory, and the whole is written
+// without a second launch, a counter or a trip through device memory.
+//
+// All groups of blocks that can share a unit are one cluster: consecutive groups share a unit, so a block has a part of at
+// most two, of the unit that it begins with and of the one that it ends with. Parts are cut into items of up to 32 columns
+// of a row. Of `parts` blocks that shared a unit, block i ends the items i, i + parts, ...: every block writes its part of
+// an item into the memory of the block that ends it, as soon as it has it. One barrier of the cluster later all are there.
+//
+// A block's inbox holds the items of both units: those of the unit that it is the first to work at fill it from its end,
+// the others from its begin. They fit: of parts p and q that two units of one block have, p + q <= blocks + 1.
+#pragma once
+
+#include "attention/decode_combine.cuh"
+#include "common/online_softmax.cuh"
+#include "common/types.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/math.cuh"
+
+namespace cki::attention {
+
+// A unit that a block shares with others. parts 0: none.
+struct SharedUnit {
+  int parts;
+  int own;  // which of them the block has
+  int sequence;
+  int kv_head;
+  int first_row, rows;  // of the KV head's rows
+};
+
+template <class State, int kRows, int kBlocks>
+struct ClusterInbox {
+  static constexpr int kItemColumns = State::kColumns % 32 == 0 ? 32 : 16;
+  static constexpr int kRowItems = State::kColumns / kItemColumns;
+  static constexpr int kPitch = kItemColumns + 4;  // the reference, the sum, and two floats that spread the banks
+  static constexpr int kEntries = 2 * kRows * kRowItems + kBlocks - 1;
+  static constexpr int kFloats = kEntries * kPitch;
+  static constexpr int kItemLanes = kItemColumns / 4;
+  static constexpr int kShares = 32 / kItemLanes;  // of the parts of an item, among lanes
+  static constexpr int kTrips = (kBlocks + kShares - 1) / kShares;
+  static_assert(State::kColumns % kItemColumns == 0, "whole items");
+
+  float* entries;
+
+  // Where in the inbox of block `owner` of a unit's blocks a part of its item number `round` lies.
+  __device__ __forceinline__ float* place(int owner, int round, int parts, int part) const {
+    const int entry = round * parts + part;
+    return entries + (owner == 0 ? kEntries - 1 - entry : entry) * kPitch;
+  }
+
+  // Sends a row of part `own` to the blocks that end its items; first_rank: of the unit's first block in the cluster.
+  template <class Row>
+  __device__ __forceinline__ void send(const Row& total, int row, int first_rank, int parts, int own) const {
+#pragma unroll
+    for (int j = 0; j < State::kVectors; ++j) {
+      const int column = State::column(j);
+      if (column >= State::kColumns) break;
+      const u32 item = static_cast<u32>(row * kRowItems + column / kItemColumns);
+      const int round = static_cast<int>(item / static_cast<u32>(parts));
+      const int owner = static_cast<int>(item) - round * parts;
+      const u32 address = ptx::map_shared_rank(place(owner, round, parts, own), static_cast<u32>(first_rank + owner));
+      ptx::store_shared_cluster_f32x4(address + static_cast<u32>(column % kItemColumns) * 4, total.values[j]);
+      if (column % kItemColumns == 0)
+        ptx::store_shared_cluster_f32x4(address + kItemColumns * 4,
+                                        make_float4(total.reference, total.sum, 0.0f, 0.0f));
+    }
+  }
+
+  // Ends this block's items of a unit, an item a warp at a time, when all parts are there. finish(row, column, values,
+  // reference, sum): by the lanes that have an item's columns, four each.
+  template <int kWarps, class Finish>
+  __device__ __forceinline__ void end(const SharedUnit& unit, Finish finish) const {
+    const int lane = static_cast<int>(threadIdx.x % 32), share = lane / kItemLanes;
+    const int column = lane % kItemLanes * 4;
+    const int items = unit.rows * kRowItems;
+#pragma unroll 1
+    for (int round = static_cast<int>(threadIdx.x / 32);; round += kWarps) {
+      const int item = round * unit.parts + unit.own;
+      if (item >= items) break;
+      float2 numbers[kTrips];
+      float4 loaded[kTrips];
+      float largest = negative_infinity();
+#pragma unroll
+      for (int i = 0; i < kTrips; ++i) {
+        const int part = share + i * kShares;
+        numbers[i] = make_float2(negative_infinity(), 0.0f);
+        loaded[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (part < unit.parts) {
+          const float* at = place(unit.own, round, unit.parts, part);
+          numbers[i] = FromShared::numbers(at + kItemColumns);
+          loaded[i] = FromShared::values(at + column);
+        }
+        largest = fmaxf(largest, numbers[i].x);
+      }
+#pragma unroll
+      for (int distance = kItemLanes; distance < 32; distance *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
+      const float subtract = largest == negative_infinity() ? 0.0f : largest;
+      float sums[5] = {};
+#pragma unroll
+      for (int i = 0; i < kTrips; ++i) {
+        const float weight = ptx::ex2_approx(numbers[i].x - subtract);
+        sums[0] = fmaf(weight, loaded[i].x, sums[0]);
+        sums[1] = fmaf(weight, loaded[i].y, sums[1]);
+        sums[2] = fmaf(weight, loaded[i].z, sums[2]);
+        sums[3] = fmaf(weight, loaded[i].w, sums[3]);
+        sums[4] = fmaf(weight, numbers[i].y, sums[4]);
+      }
+#pragma unroll
+      for (int distance = kItemLanes; distance < 32; distance *= 2) {
+#pragma unroll
+        for (float& sum : sums) sum += __shfl_xor_sync(kFullWarp, sum, distance);
+      }
+      if (share == 0)
+        finish(item / kRowItems, item % kRowItems * kItemColumns + column,
+               make_float4(sums[0], sums[1], sums[2], sums[3]), largest, sums[4]);
+    }
+  }
+};
+
+}  // namespace cki::attention
