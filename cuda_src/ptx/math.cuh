@@ -41,4 +41,11 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
+// The larger of both; NaN where either is (fmaxf takes the other).
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 }  // namespace cki::ptx

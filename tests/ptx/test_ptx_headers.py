@@ -67,6 +67,7 @@ FROM_SM_90 = ("sm_90a", "sm_100a", "sm_120a")
 BUILDS = [
     ("ampere.cu", "ampere", ARCHITECTURES, {}),
     ("math.cu", "approximate", ARCHITECTURES, {}),
+    ("math.cu", "larger", ARCHITECTURES, {}),
     ("memory.cu", "accesses", ARCHITECTURES, {}),
     ("convert.cu", "convert", ARCHITECTURES[1:], {}),
     ("mma.cu", "products", ARCHITECTURES[1:], {}),

@@ -86,3 +86,11 @@ def test_special_values(device) -> None:
         assert same.all(), f"{name}{SPECIAL[~same]} = {out[name][~same]}, expected {wanted[~same]}"
     tanh = out["tanh"]
     assert tanh[0] == 0 and tanh[2] == 1 and tanh[3] == -1 and np.isnan(tanh[4])
+
+
+def test_max_nan(device) -> None:
+    a, b = (grid.ravel() for grid in np.meshgrid(SPECIAL, SPECIAL))
+    y = device.empty(a.shape, np.float32)
+    load("math.cu", "larger")(1, 256, device.array(a), device.array(b), a.size, y)
+    device.synchronize()
+    assert np.array_equal(device.numpy(y), np.maximum(a, b), equal_nan=True)  # NumPy's keeps a NaN too

@@ -24,5 +24,6 @@ __device__ __forceinline__ float lg2_approx(float x) { return detail::flush(::lo
 __device__ __forceinline__ float rcp_approx(float x) { return detail::flush(1.0f / detail::flush(x)); }
 __device__ __forceinline__ float rsqrt_approx(float x) { return detail::flush(1.0f / ::sqrtf(detail::flush(x))); }
 __device__ __forceinline__ float tanh_approx(float x) { return ::tanhf(x); }
+__device__ __forceinline__ float max_nan(float a, float b) { return a != a || b != b ? NAN : ::fmaxf(a, b); }
 
 }  // namespace cki::ptx
