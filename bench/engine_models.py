@@ -82,8 +82,11 @@ def make_model(
 
 
 def sequences_of(model: DecoderModel, count: int, context: int) -> list[int]:
-    """Sequences of `context` tokens, whose keys and values are what the cache's blocks hold."""
-    ids = [model.cache.allocate_sequence(context) for _ in range(count)]
+    """Sequences of `context` tokens, whose keys and values are what the cache's blocks hold, and with room for as many
+    more as there is."""
+    room = model.cache.blocks_free // count * BLOCK_SIZE
+    assert room > context
+    ids = [model.cache.allocate_sequence(min(room, model.limits.max_length)) for _ in range(count)]
     for sequence in ids:
         for first in range(0, context, model.limits.max_step_tokens):
             model.cache.prepare_step([sequence], min(context - first, model.limits.max_step_tokens))

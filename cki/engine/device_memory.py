@@ -73,20 +73,21 @@ class DeviceTensors:
 
 
 class StagedTensors(DeviceTensors):
-    """Named vectors that the host writes anew before a step, all of them by one copy that nobody waits for."""
+    """Named tensors that the host writes anew before a step, all of them by one copy that nobody waits for."""
 
     def __init__(self, device: DeviceInfo, specs: Sequence[TensorSpec]) -> None:
         super().__init__(device, specs)
         self._staging = self._arena.staging(max(self.nbytes, ALIGNMENT))
 
     def send(self, values: Mapping[str, Any], stream: int) -> None:
-        """Write the first elements of each vector; what lies behind them, and vectors left out, become zero."""
+        """Write the first rows of each tensor; what lies behind them, and tensors left out, become zero."""
         index = self._staging.next()
         buffer = self._staging.buffers[index]
         buffer[:] = 0
         for name, given in values.items():
             offset, _, dtype = place = self._places[name]
-            buffer[offset : offset + place.nbytes].view(dtype.numpy)[: len(given)] = given
+            target = buffer[offset : offset + place.nbytes].view(dtype.numpy).reshape(place.shape)
+            target[: len(given)] = given
         self._arena.upload(0, buffer[: self.nbytes], stream)
         self._staging.sent(index, stream)
 
@@ -98,6 +99,8 @@ class Readback:
         self._tensors = tuple(tensors)
         self._index = device.index if device.kind == "cuda" else -1
         self._arrays: list[np.ndarray] = []
+        #: (host address, device address, bytes): tensors that lie side by side come in one copy.
+        self._copies: list[tuple[int, int, int]] = []
         if self._index < 0:
             return
         owner = self._tensors[0].view.owner
@@ -108,6 +111,7 @@ class Readback:
             nbytes = tensor.view.size * tensor.dtype.itemsize
             part = buffer[start : start + nbytes].view(tensor.dtype.numpy)
             self._arrays.append(part.reshape(tensor.shape))
+            self._copies = _joined(self._copies, (part.ctypes.data, tensor.ptr, nbytes))
             start += _rounded(tensor)
         with driver.on_device(self._index):
             self._event = _checked(driver.api().cuEventCreate(2), "an event")  # 2: CU_EVENT_DISABLE_TIMING
@@ -119,8 +123,8 @@ class Readback:
             return
         api = driver.api()
         with driver.on_device(self._index):
-            for tensor, array in zip(self._tensors, self._arrays):
-                _checked(api.cuMemcpyDtoHAsync(array.ctypes.data, tensor.ptr, array.nbytes, stream), "a copy")
+            for target, source, nbytes in self._copies:
+                _checked(api.cuMemcpyDtoHAsync(target, source, nbytes, stream), "a copy")
             _checked(api.cuEventRecord(self._event, stream), "an event after a copy")
 
     def wait(self) -> list[np.ndarray]:
@@ -129,6 +133,16 @@ class Readback:
             with driver.on_device(self._index):
                 _checked(driver.api().cuEventSynchronize(self._event), "the results of a step")
         return self._arrays
+
+
+def _joined(copies: list[tuple[int, int, int]], another: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    """Copies (target, source, bytes) with one more, which the last one takes in if it follows on both sides alike."""
+    if copies:
+        (target, source, nbytes), (next_target, next_source, more) = copies[-1], another
+        gap = next_source - source - nbytes
+        if next_target - target == next_source - source and 0 <= gap < ALIGNMENT:
+            return [*copies[:-1], (target, source, nbytes + gap + more)]
+    return [*copies, another]
 
 
 def _rounded(tensor: CacheTensor) -> int:

@@ -5,7 +5,8 @@ There is no thread of the engine's own: whoever waits for a request drives all o
 
 The host runs one step behind the device: when the next decode step has the same requests as the one under way, it is
 launched before the tokens of that one are read.  The device has them; the host only needs them to know who is finished.
-A request that turns out to be finished has then computed one token too many, which is dropped.
+A request that has ended by then is left alone by that step, if the device can tell (by a token, or the length); if a
+text ended it, one token too many is computed, and dropped.
 """
 
 from __future__ import annotations
@@ -168,12 +169,11 @@ class Engine:
         assert request.sequence is not None
         return StepRow(request.sequence, request.tokens[-1:], self._sampling(request))
 
-    @staticmethod
-    def _sampling(request: Request) -> RowSampling:
-        p = request.params
+    def _sampling(self, request: Request) -> RowSampling:
+        p, longest = request.params, self.model.limits.max_length
         return RowSampling(
             p.temperature, max(p.top_k, 0), p.top_p, p.min_p, p.repetition_penalty, request.seed, request.seen_row,
-            p.logprobs or 0,
+            p.logprobs or 0, request.ends, min(request.prompt_length + p.max_tokens, longest),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ Which sequences run, and when, is the scheduler's matter (`cki.engine.scheduler`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,12 +21,14 @@ from cki.engine.config import ModelConfig
 from cki.engine.device_memory import DeviceTensors, Readback, StagedTensors, free_bytes, new_stream
 from cki.engine.device_weights import HasView, ModelWeights
 from cki.engine.program import StepProgram, Workspace
-from cki.engine.step_plan import SAMPLING, CacheGeometry, DecoderPlanner, StepShape
+from cki.engine.step_plan import MAX_ENDS, SAMPLING, CacheGeometry, DecoderPlanner, StepShape
 from cki.memory import PagedKVCache
 from cki.memory.views import CacheTensor
 from cki.plan import Plan
 
-_UPLOADED = ("tokens", "last_rows")
+_UPLOADED = ("given", "tokens", "last_rows")
+_OF_REQUESTS = (*SAMPLING, "ends", "limits")
+_UNLIMITED = 2**31 - 1
 #: Of a GPU's free memory, what the cache leaves for temporary tensors of steps.
 _LEFT_FREE = 0.1
 
@@ -43,6 +45,8 @@ class RowSampling(NamedTuple):
     """How a sequence's next token is chosen, as `cki.ops.sampling.sample_tokens` takes it.
 
     seen_rows: the row of remembered tokens, -1 for none.  alternatives: how many likeliest tokens are reported.
+    ends, limits: tokens after which, and the length at which, a chained step leaves the sequence alone; at most
+        MAX_ENDS tokens count.
     """
 
     temperature: float = 0.0
@@ -53,6 +57,8 @@ class RowSampling(NamedTuple):
     seed: int = 0
     seen_rows: int = -1
     alternatives: int = 0
+    ends: tuple[int, ...] = ()
+    limits: int = _UNLIMITED
 
 
 GREEDY = RowSampling()
@@ -97,6 +103,11 @@ def bucket(count: int, largest: int) -> int:
     return min(-(-count // step) * step, largest)
 
 
+def _filled(ends: Sequence[int]) -> list[int]:
+    """MAX_ENDS ids; -1 is none."""
+    return [*ends[:MAX_ENDS], *(-1,) * (MAX_ENDS - len(ends))]
+
+
 class DecoderModel:
     """A model's weights and cache on one device, and its compiled steps.  Belongs to one thread at a time.
 
@@ -134,7 +145,7 @@ class DecoderModel:
         largest = StepShape(self._most_tokens, self.limits.max_sequences, decode=False)
         specs = {name: (name, *spec) for name, spec in self._planner.buffers(largest).items()}
         self._inputs = StagedTensors(self.device, [specs.pop(name) for name in _UPLOADED])
-        self._sampling = StagedTensors(self.device, [specs.pop(name) for name in SAMPLING])
+        self._sampling = StagedTensors(self.device, [specs.pop(name) for name in _OF_REQUESTS])
         self._buffers = DeviceTensors(self.device, list(specs.values()))
 
     def _make_cache(self, block_size: int, columns: int, nbytes: int | None) -> PagedKVCache:
@@ -166,18 +177,22 @@ class DecoderModel:
         counts = np.array([len(row.tokens) for row in rows], np.int64)
         self.cache.prepare_step([row.sequence for row in rows], counts)
         tokens = np.concatenate([np.asarray(row.tokens, np.int32) for row in rows])
-        self._inputs.send({"tokens": tokens, "last_rows": np.cumsum(counts) - 1}, self.stream)
+        self._inputs.send({"given": [1], "tokens": tokens, "last_rows": np.cumsum(counts) - 1}, self.stream)
         return self._run(self._prefill_shape(counts), rows)
 
     def decode(self, rows: Sequence[StepRow], *, chained: bool = False) -> StepResult:
         """Store one new token of each sequence and choose what follows; otherwise as `prefill`.
 
-        chained: the last step was a decode step of the same rows, and their new tokens are those it chose.  They are
-        where the step reads them, so the host need not know them yet.
+        chained: the last step was a decode step of the same rows, and their new tokens are those it chose.  The device
+        takes them, and advances the tables: the host need not know them yet.  Rows that have ended by then (see
+        `RowSampling`) store nothing more, and what is chosen for them means nothing.
         """
-        self.cache.prepare_step([row.sequence for row in rows])
-        if not chained:
-            self._inputs.send({"tokens": [row.tokens[0] for row in rows]}, self.stream)
+        sequences = [row.sequence for row in rows]
+        if chained:
+            self.cache.extend_step(sequences)
+        else:
+            self.cache.prepare_step(sequences)
+            self._inputs.send({"given": [1], "tokens": [row.tokens[0] for row in rows]}, self.stream)
         return self._run(self.decode_shape(len(rows)), rows)
 
     def relaunch(self, rows: Sequence[StepRow]) -> StepResult:
@@ -185,7 +200,7 @@ class DecoderModel:
 
         What a replay does must be what its launches do: for tests and benchmarks.
         """
-        self._inputs.send({"tokens": [row.tokens[0] for row in rows]}, self.stream)
+        self._inputs.send({"given": [1], "tokens": [row.tokens[0] for row in rows]}, self.stream)
         return self._run(self.decode_shape(len(rows)), rows, as_graph=False)
 
     def warm_up(self, prompt_lengths: Sequence[int]) -> int:
@@ -227,9 +242,10 @@ class DecoderModel:
     def _run(self, shape: StepShape, rows: Sequence[StepRow], *, as_graph: bool = True) -> StepResult:
         sampling = tuple(row.sampling for row in rows)
         if sampling != self._sent_sampling:
-            columns = dict(zip(RowSampling._fields, zip(*sampling)))
+            columns: dict[str, Any] = dict(zip(RowSampling._fields, zip(*sampling)))
             # Rows behind the step's own are greedy and remember nothing.
             columns["seen_rows"] = (*columns["seen_rows"], *(-1,) * (self.limits.max_sequences - len(rows)))
+            columns["ends"] = [_filled(ends) for ends in columns["ends"]]
             self._sampling.send(columns, self.stream)
             self._sent_sampling = sampling
         self.program(shape).launch(self.stream, as_graph=as_graph)
@@ -269,8 +285,6 @@ class DecoderModel:
         self._turn[decode] = turn = not self._turn[decode]
         key = (decode, alternatives, turn)
         if key not in self._readbacks:
-            most = self.limits.max_sequences
-            chosen = self._inputs.head("tokens", most) if decode else self._buffers["sampled"]
-            names = ["logprobs", *(("top_tokens", "top_logprobs") if alternatives else ())]
-            self._readbacks[key] = Readback(self.device, [chosen, *(self._buffers[name] for name in names)])
+            names = ["sampled", "logprobs", *(("top_tokens", "top_logprobs") if alternatives else ())]
+            self._readbacks[key] = Readback(self.device, [self._buffers[name] for name in names])
         return self._readbacks[key]

@@ -39,6 +39,7 @@ class Request:
         self.error: BaseException | None = None
         self.chunks: deque[Chunk] = deque()
         self._ends = ends
+        self.ends = tuple(sorted(ends))
         self._stream = None if tokenizer is None else tokenizer.stream()
         self._stops = StopTexts(params.stop_strings)
         self._stop: str | int | None = None

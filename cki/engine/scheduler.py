@@ -131,10 +131,10 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.sequence is not None
-        stored = self._stored(request)
-        # A token in flight may be stored already, but what it is nobody knows: then only the prompt can be shared.
-        known = request.tokens[:stored] if stored <= len(request.tokens) else None
-        self._cache.free_sequence(request.sequence, known)
+        if request.in_flight:
+            # The step under way stores a token, unless it finds that the sequence has ended: nobody relies on it.
+            self._cache.truncate([request.sequence], [self._stored(request) - request.in_flight])
+        self._cache.free_sequence(request.sequence, request.tokens[: self._stored(request)])
         request.sequence = None
         if request.seen_row >= 0:
             self._seen_rows.append(request.seen_row)

@@ -6,6 +6,7 @@ are two kinds:
     decode    one new token a sequence; attention cuts the keys over the GPU (`cki.paged_attention`)
     prefill   any numbers of new tokens, packed one behind the other (`cki.varlen_attention` over the cache)
 
+    [ tokens and tables of the last decode step -> of this one ]
     tokens -> x -> [ norm1 -> qkv -> append (norm, rotation) -> attention -> wo + x
                      -> norm2 -> gate-up -> wd + x ] * layers
            -> rows of the last tokens -> final norm -> head -> logits -> sampling -> next tokens
@@ -24,6 +25,7 @@ from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_weights import weight_shapes
 from cki.operand import Operand, dense
+from cki.ops.advance import plan_advance
 from cki.ops.attention import PackedSequences, plan_attention
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.embedding import plan_embed_tokens
@@ -42,6 +44,8 @@ SAMPLING = {
     "temperature": dtypes.f32, "top_k": dtypes.i32, "top_p": dtypes.f32, "min_p": dtypes.f32,
     "repetition_penalty": dtypes.f32, "seed": dtypes.i64, "seen_rows": dtypes.i32, "alternatives": dtypes.i32,
 }  # fmt: skip
+#: Tokens that can end a sequence on the device; the host knows of more.
+MAX_ENDS = 8
 #: Query rows a sequence from which attention's tiles are the same.
 _LONG = 128
 
@@ -89,8 +93,11 @@ class DecoderPlanner:
         c, t, n = self.config, shape.tokens, shape.sequences
         heads = c.num_heads * c.head_dim
         return {
+            "given": ((1,), dtypes.u32),
             "tokens": ((t,), dtypes.i32),
             "last_rows": ((n,), dtypes.i32),
+            "ends": ((n, MAX_ENDS), dtypes.i32),
+            "limits": ((n,), dtypes.i32),
             "x": ((t, c.hidden_size), self.dtype),
             "normed": ((t, c.hidden_size), self.dtype),
             "qkv": ((t, heads + 2 * c.num_kv_heads * c.head_dim), self.dtype),
@@ -107,16 +114,17 @@ class DecoderPlanner:
         }
 
     def plan(self, shape: StepShape, device: DeviceInfo) -> Plan:
-        """The launches from `tokens` to the tokens that follow.
+        """The launches from `tokens` to the tokens that follow, `sampled`.
 
-        Those go to `sampled`, or after a decode step to `tokens`: the same sequences' next step finds them there.
+        A decode step takes those of the step before, and advances its tables, unless the host has `given` others.
         """
         buffer = {name: dense(name, *spec) for name, spec in self.buffers(shape).items()}
         weight = {
             role: dense(role, extents, self.dtype) for role, extents in weight_shapes(self.config).items()
         }
         x = buffer["x"]
-        steps = plan_embed_tokens(buffer["tokens"], weight["embed"], x, device)
+        steps = self._advance(shape, buffer) if shape.decode else ()
+        steps += plan_embed_tokens(buffer["tokens"], weight["embed"], x, device)
         workspace: dict[str, int] = {}
         # Layers differ in their tensors, and in whether they see a window: each kind is planned once.
         planned: dict[bool, tuple[str, tuple[Step, ...]]] = {}
@@ -137,12 +145,21 @@ class DecoderPlanner:
         head = weight.get("head", weight["embed"])
         steps += plan_linear(normed, head, None, None, buffer["logits"], device, weight_layout="out_in")
         steps += plan_sample_tokens(
-            buffer["logits"], buffer["tokens" if shape.decode else "sampled"], buffer["logprobs"], device,
+            buffer["logits"], buffer["sampled"], buffer["logprobs"], device,
             top_tokens=buffer["top_tokens"], top_logprobs=buffer["top_logprobs"], seen=buffer["seen"],
             step=dense("seq_lens", (shape.sequences,), dtypes.i32), **{name: buffer[name] for name in SAMPLING},
         )  # fmt: skip
         workspace |= dict(workspace_of(steps))
         return Plan(steps, tuple(workspace.items()))
+
+    def _advance(self, shape: StepShape, buffer: dict[str, Operand]) -> tuple[Step, ...]:
+        n = (shape.sequences,)
+        return plan_advance(
+            buffer["given"], buffer["sampled"], buffer["ends"], buffer["limits"],
+            dense("block_table", (*n, self.cache.columns), dtypes.i32), block_size=self.cache.block_size,
+            tokens=buffer["tokens"], seq_lens=dense("seq_lens", n, dtypes.i32),
+            positions=dense("positions", n, dtypes.i32), slots=dense("slot_mapping", n, dtypes.i64),
+        )  # fmt: skip
 
 
 def _with_slots(step: Step, old: str, new: str) -> Step:

@@ -297,6 +297,23 @@ class PagedKVCache:
             num_sequences=len(rows), num_tokens=total, max_seq_len=longest, copies=copies, **views
         )  # fmt: skip
 
+    def extend_step(self, sequences: Sequences, *, stream: Any = None) -> None:
+        """Room for one more token of each sequence of the last step, whose tables the device itself advances.
+
+        As `prepare_step` with one new token each, but only what is new in the block table is uploaded: slot_mapping,
+        positions and seq_lens are the caller's to bring from this step's to the next one's.
+        """
+        handle = self._stream if stream is None else stream_handle(stream)
+        self._refuse_capture("extend_step", handle)
+        rows = self._allocator.rows_of(sequences)
+        counts = np.ones(len(rows), np.int64)
+        for source, target in self._allocator.append_rows(rows, counts).tolist():
+            self._copy_block(source, target, handle)
+        self._tables.upload_blocks(rows, handle)
+        if self._window_left is not None:
+            first_seen = np.maximum(self._allocator.lengths[rows] - 1 - self._window_left, 0)
+            self._allocator.release_rows_before(rows, first_seen)
+
     def _copy_block(self, source: int, target: int, stream: int) -> None:
         for offset, nbytes in self._block_parts:
             self._arena.copy(offset + target * nbytes, offset + source * nbytes, nbytes, stream)

@@ -83,25 +83,41 @@ class StepTables:
         staged["seq_lens"][:batch], staged["seq_lens"][batch:] = lengths, 0
         staged["cu_seqlens_q"][:batch], staged["cu_seqlens_q"][batch:] = starts, total
         self._arena.upload(0, buffer[: self._layout.upload_nbytes], stream)
-        self._upload_block_table(rows, staged["block_table"], stream)
+        part = self._new_blocks(rows)
+        if part is not None:
+            self._upload_block_table(rows, part, staged["block_table"], stream)
         self._staging.sent(index, stream)
 
-    def _upload_block_table(self, rows: np.ndarray, staged: np.ndarray, stream: int) -> None:
+    def upload_blocks(self, rows: np.ndarray, stream: int) -> None:
+        """Upload what the device lacks of these rows' block table, and nothing else."""
+        part = self._new_blocks(rows)
+        if part is not None:
+            index = self._staging.next()
+            self._upload_block_table(rows, part, self._staged[index]["block_table"], stream)
+            self._staging.sent(index, stream)
+
+    def _new_blocks(self, rows: np.ndarray) -> tuple[int, int, int, int] | None:
+        """Top, bottom, left and right of the part that the device lacks of these rows' table; from now on it has it."""
         held = self._allocator.held[rows]
         batch = self._allocator.version, rows.tobytes()
         if batch == self._batch:
             sent = self._sent[rows]
             changed = np.flatnonzero(held != sent)
             if not len(changed):
-                return
+                return None
             top, bottom = int(changed[0]), int(changed[-1]) + 1
             left, right = int(sent[changed].min()), int(held[changed].max())
         else:
             top, bottom, left, right = 0, len(rows), 0, int(held.max(initial=0))
         self._batch, self._sent[rows] = batch, held
-        if right:
-            part = staged[: (bottom - top) * (right - left)].reshape(bottom - top, right - left)
-            part[:] = self._allocator.table[rows[top:bottom], left:right]
-            place = self._layout.tables["block_table"]
-            pitch = 4 * place.shape[1]
-            self._arena.upload_rows(place.offset + top * pitch + 4 * left, pitch, part, stream)
+        return (top, bottom, left, right) if right else None
+
+    def _upload_block_table(
+        self, rows: np.ndarray, corners: tuple[int, int, int, int], staged: np.ndarray, stream: int
+    ) -> None:
+        top, bottom, left, right = corners
+        part = staged[: (bottom - top) * (right - left)].reshape(bottom - top, right - left)
+        part[:] = self._allocator.table[rows[top:bottom], left:right]
+        place = self._layout.tables["block_table"]
+        pitch = 4 * place.shape[1]
+        self._arena.upload_rows(place.offset + top * pitch + 4 * left, pitch, part, stream)

@@ -10,6 +10,7 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
+from cki.ops.advance import advance_kernel
 from cki.ops.call import call
 from cki.ops.pointwise_rules import FLOATS, check_floats
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
@@ -191,7 +192,7 @@ SAMPLE_TOKENS = OpSpec(
 
 
 def representative_specs(arch: str) -> list[KernelSpec]:
-    """Kernels that stand for all: each type with both sizes of blocks, aligned and not."""
+    """Kernels that stand for all: each type with both sizes of blocks, aligned and not; and what begins a step."""
     device = sim_device(arch)
     found: dict[KernelSpec, None] = {}
     for dtype in FLOATS:
@@ -200,4 +201,4 @@ def representative_specs(arch: str) -> list[KernelSpec]:
             tokens, logprobs = dense("tokens", (4,), dtypes.i32), dense("logprobs", (4,), dtypes.f32)
             for step in plan_sample_tokens(logits, tokens, logprobs, device, step=tokens):
                 found[step.kernel] = None
-    return list(found)
+    return [*found, advance_kernel()]

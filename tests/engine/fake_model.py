@@ -63,13 +63,19 @@ class FakeModel:
         return self._step(rows, np.concatenate([np.asarray(row.tokens) for row in rows]))
 
     def decode(self, rows: Sequence[StepRow], *, chained: bool = False) -> FakeResult:
+        """A chained step leaves rows that have ended alone, as the device does."""
         tokens = self._chain if chained else [row.tokens[0] for row in rows]
+        for number, (row, token) in enumerate(zip(rows, tokens)):
+            length = self.cache.length(row.sequence) + 1  # with the token
+            ended = token in row.sampling.ends or length >= row.sampling.limits
+            if chained and (tokens[number] < 0 or ended):
+                tokens[number] = -1
         return self._step(rows, np.asarray(tokens), decode=True)
 
     def _step(self, rows: Sequence[StepRow], tokens: np.ndarray, *, decode: bool = False) -> FakeResult:
         counts = [1 if decode else len(row.tokens) for row in rows]
         step = self.cache.prepare_step([row.sequence for row in rows], counts)
-        self.slots[step.slot_mapping.numpy()] = tokens
+        self.slots[step.slot_mapping.numpy()[tokens >= 0]] = tokens[tokens >= 0]
         size = self.cache.block_size
         chosen = []
         for table, length in zip(step.block_table.numpy(), step.seq_lens.numpy()):
@@ -77,5 +83,5 @@ class FakeModel:
             places = (blocks[:, None] * size + np.arange(size)).reshape(-1)[:length]
             chosen.append(next_token(self.slots[places].tolist()))
         if decode:
-            self._chain = chosen
+            self._chain = [new if token >= 0 else -1 for new, token in zip(chosen, tokens)]
         return FakeResult(chosen)

@@ -75,6 +75,27 @@ def test_a_chained_step_takes_the_tokens_that_the_device_chose(device):
     assert np.array_equal(later, np.array([one[-2:] for one in tokens]).T)
 
 
+def test_a_chained_step_leaves_rows_alone_that_have_ended(device):
+    """One by its token, one by its length; the third goes on as it would alone."""
+    weights = random_weights(LLAMA)
+    model = model_of(LLAMA, weights, device.info)
+    prompts = [[5, 9, 77, 3], [8, 8], [40, 2, 9]]
+    sequences = [model.cache.allocate_sequence(prompt) for prompt in prompts]
+    first = model.prefill([StepRow(s, p) for s, p in zip(sequences, prompts)]).wait().tokens
+    ends = int(decoder(weights, LLAMA, np.array([*prompts[0], first[0]]))[-1].argmax())
+    kinds = [RowSampling(ends=(127, ends)), RowSampling(limits=4), RowSampling(ends=(1000,), limits=100)]
+    rows = [StepRow(s, [t], kind) for s, t, kind in zip(sequences, first, kinds)]
+    results = [model.decode(rows)]
+    for _ in range(3):
+        results.append(model.decode(rows, chained=True))
+    assert model.cache.seq_lens.numpy()[:3].tolist() == [0, 0, 7]
+    tokens = [*prompts[2], int(first[2])]
+    for result in results:
+        tokens.append(int(decoder(weights, LLAMA, np.array(tokens))[-1].argmax()))
+        assert result.wait().tokens[2] == tokens[-1]
+    assert model.cache.table("slot_mapping").numpy()[:2].tolist() == [-1, -1]
+
+
 def test_sampling_parameters_are_each_row_s_own(device):
     """Rows differ in temperature, seed and memory; their tokens are those of the definition on the step's logits."""
     from cki.reference.sampling import sample_tokens
@@ -132,5 +153,7 @@ def test_each_layer_has_its_own_weights_and_cache():
 def test_a_step_s_launches_are_few():
     planner = DecoderPlanner(LLAMA, dtypes.bf16, CacheGeometry(64, 16, 8), 128, 8)
     plan = planner.plan(StepShape(1, 1, True), sim_device("sm_90a"))
-    per_layer = (len(plan.steps) - 4) / LLAMA.num_layers  # embedding, norm, head and sampling are the four
+    per_layer = (
+        len(plan.steps) - 5
+    ) / LLAMA.num_layers  # besides layers: what begins a step, embedding, norm, head, sampling
     assert per_layer <= 10
