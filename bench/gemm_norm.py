@@ -4,10 +4,10 @@
     python bench/gemm_norm.py --shape 8192x1024x4096:gelu
 
 "folded" is `cki.linear` of rows as they are, with the norm in the weight (`cki.prepare`) and each row's factor from its
-statistics (docs/linear_hopper.md).  Against it: the norm, then the product, by CKI, or the product by cuBLASLt (torch
-`addmm`, and a launch of its own for GELU), or both by torch; "no norm" is our product alone.  "residual" and "residual,
-statistics" are the product before it, 1024 by 1024 with a residual: what statistics cost where they are made.  Before
-timing, results are compared with float64 on the GPU.
+statistics (docs/linear_hopper.md); "spare warps" has those read by warps that are idle else.  Against it: the norm, then
+the product, by CKI, or the product by cuBLASLt (torch `addmm`, and a launch of its own for GELU), or both by torch; "no
+norm" is our product alone.  "residual" and "residual, statistics" are the product before it, 1024 by 1024 with a
+residual: what statistics cost where they are made.  Before timing, results are compared with float64 on the GPU.
 
 `vs_torch`: time of our norm and cuBLASLt's product over this one's.  Writes results/gemm_norm.csv.
 """
@@ -15,6 +15,7 @@ timing, results are compared with float64 on the GPU.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -32,8 +33,9 @@ from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, plan_linear
 from cki.ops.linear_hopper import RowNorm
+from cki.ops.linear_norm import fused_norm_tile
 from cki.ops.spec import Input, OpSpec, OutputSpec, Problem
-from cki.plan import Plan
+from cki.plan import Plan, Step
 
 SHAPES = tuple(f"{rows}x{shape}" for rows in (512, 2048, 8192) for shape in ("1024x3072", "1024x4096:gelu"))
 EPSILON = 1e-5
@@ -50,21 +52,44 @@ def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
     return found
 
 
-def _plan(problem: Problem, outputs: Mapping[str, Operand], device: Any) -> Plan:
-    statistics = problem.get("statistics")
-    return Plan(plan_linear(
-        problem["x"], problem["w"], problem["bias"], problem.get("residual"), outputs["out"], device,
-        activation=problem.attribute("activation"), weight_layout=problem.attribute("weight_layout"),
-        norm=None if statistics is None else RowNorm("layer", statistics, EPSILON),
-        statistics=outputs.get("statistics_out"),
-    ))  # fmt: skip
+def norm_linear(spare_warps: bool = False) -> OpSpec:
+    """A linear layer that normalises its rows by given statistics, or else stores those of its result."""
+
+    def plan(problem: Problem, outputs: Mapping[str, Operand], device: Any) -> Plan:
+        x, w, statistics = problem["x"], problem["w"], problem.get("statistics")
+        return Plan(plan_norm_linear(
+            x, w, problem["bias"], problem.get("residual"), outputs["out"], device, problem.attribute("activation"),
+            statistics, outputs.get("statistics_out"), spare_warps,
+        ))  # fmt: skip
+
+    return OpSpec(
+        "norm_linear", (*LINEAR.inputs, Input("statistics", True)), LINEAR.attributes, ("out", "statistics_out"),
+        lambda problem: None, _infer, plan,
+    )  # fmt: skip
 
 
-#: A linear layer that normalises its rows by given statistics, or else stores those of its result.
-NORM_LINEAR = OpSpec(
-    "norm_linear", (*LINEAR.inputs, Input("statistics", True)), LINEAR.attributes, ("out", "statistics_out"),
-    lambda problem: None, _infer, _plan,
-)  # fmt: skip
+def plan_norm_linear(
+    x: Operand, w: Operand, bias: Operand, residual: Operand | None, y: Operand, device: Any, activation: str | None,
+    statistics: Operand | None, y_statistics: Operand | None, spare_warps: bool = False,
+) -> tuple[Step, ...]:  # fmt: skip
+    """The launch.  statistics: of x's rows.  y_statistics: where those of y's go."""
+    norm = None if statistics is None else RowNorm("layer", statistics, EPSILON)
+    tile = fused_norm_tile(
+        x,
+        w,
+        residual,
+        y,
+        device,
+        activation=activation,
+        norm=norm and norm.kind,
+        statistics=y_statistics is not None,
+    )
+    if tile is None:
+        raise SystemExit(f"{x.shape} by {w.shape}: no tile of Hopper's kernel is the choice")
+    return plan_linear(
+        x, w, bias, residual, y, device, activation=activation, norm=norm, statistics=y_statistics,
+        tile=dataclasses.replace(tile, spare_warps=spare_warps),
+    )  # fmt: skip
 
 
 class Inputs(NamedTuple):
@@ -137,17 +162,21 @@ def implementations(problem: LinearProblem) -> dict[str, Callable[[Inputs], Any]
     def torch_norm(i: Inputs) -> Any:
         return torch.nn.functional.layer_norm(i.x, (problem.depth,), i.gamma, i.beta, EPSILON)
 
-    def folded(i: Inputs) -> Any:
-        return call(
-            NORM_LINEAR, (i.x, i.folded_w, i.shift, None, i.statistics), (problem.activation, layout), (i.y, None)
+    def folded(spare_warps: bool) -> Callable[[Inputs], Any]:
+        spec = norm_linear(spare_warps)
+        return lambda i: call(
+            spec, (i.x, i.folded_w, i.shift, None, i.statistics), (problem.activation, layout), (i.y, None)
         )  # fmt: skip
+
+    plain = norm_linear()
 
     def stored(i: Inputs) -> Any:
         outs = (i.r, i.r_statistics)
-        return call(NORM_LINEAR, (i.x, *i.before, i.x, None), (None, layout), outs)[0]
+        return call(plain, (i.x, *i.before, i.x, None), (None, layout), outs)[0]
 
     return {
-        "folded": folded,
+        "folded": folded(False),
+        "folded, spare warps": folded(True),
         YARDSTICK: lambda i: torch_product(norm(i), i),
         "layer_norm, cki": lambda i: product(norm(i), i),
         "torch layer_norm, torch": lambda i: torch_product(torch_norm(i), i),
@@ -202,12 +231,14 @@ def compile_ahead(problems: list[LinearProblem]) -> None:
         shift, vector = dense("c", (columns,), dtypes.f32), dense("d", (depth,), dtype)
         statistics = dense("s", (rows, depth // STATISTICS_COLUMNS, 2), dtypes.f32)
         activation = "gelu" if columns == 4 * depth else None
-        norm = RowNorm("layer", statistics, EPSILON)
         for steps in (
             plan_linear(x, w, bias, None, y, device, activation=activation),
-            plan_linear(x, w, shift, None, y, device, activation=activation, norm=norm),
             plan_linear(x, before, vector, x, r, device),
-            plan_linear(x, before, vector, x, r, device, statistics=statistics),
+            plan_norm_linear(x, before, vector, x, r, device, None, None, statistics),
+            *(
+                plan_norm_linear(x, w, shift, None, y, device, activation, statistics, None, spare)
+                for spare in (False, True)
+            ),
         ):
             specs.update({step.kernel: None for step in steps})
     with ThreadPoolExecutor() as pool:

@@ -36,6 +36,8 @@ _OUTPUT_BYTES = 8 * 2 * 16 * _ROW_BYTES
 _BARRIER_BYTES = 16  # of a stage
 #: Registers of (producer, consumer) threads after setmaxnreg: 128 * 24 + 256 * 240 of 65536.
 REGISTER_SHARES = (24, 240)
+#: The same where spare warps of the producer's warpgroup compute something: 128 * 56 + 256 * 224.
+SPARE_REGISTER_SHARES = (56, 224)
 #: Registers a thread at launch: 65536 / 384, a multiple of 8.
 LAUNCH_REGISTERS = 168
 
@@ -45,7 +47,8 @@ class HopperTile:
     """block_m x block_n: a tile of the result.  stages: of the ring.  ping_pong: two consumers take tiles in turn, else
     they share each.  split: blocks of a cluster, each with its part of K; the consumers then share the one tile.
     sharers: blocks of a cluster whose tiles lie below each other, and who bring their weight for each other.
-    programmatic: the launch may begin while the one before it in the stream ends."""
+    programmatic: the launch may begin while the one before it in the stream ends.
+    spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
 
     block_m: int
     block_n: int
@@ -54,6 +57,7 @@ class HopperTile:
     split: int = 1
     sharers: int = 1
     programmatic: bool = True
+    spare_warps: bool = False
 
     @property
     def shares_columns(self) -> bool:
@@ -76,6 +80,11 @@ class HopperTile:
         return self.ring_bytes + self.stages * _BARRIER_BYTES + _OUTPUT_BYTES
 
     @property
+    def board_bytes(self) -> int:
+        """Of the moments of rows that spare warps read: `MomentsBoard` of cuda_src/gemm/hopper/row_norm.cuh."""
+        return (2 if self.ping_pong else 1) * (self.block_m * 8 + 16)
+
+    @property
     def ring_bytes(self) -> int:
         """Of the stages."""
         return self.stages * (self.block_m + self.block_n) * _ROW_BYTES
@@ -84,7 +93,7 @@ class HopperTile:
         words = (
             f"{self.block_m}x{self.block_n}s{self.stages}", "pp" if self.ping_pong else "",
             f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
-            "" if self.programmatic else "serial",
+            "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
         )  # fmt: skip
         return "".join(words)
 

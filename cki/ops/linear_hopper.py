@@ -17,6 +17,7 @@ from cki.heuristics.linear import ACTIVATIONS, WeightAccess, pair_access
 from cki.heuristics.linear_hopper import (
     LAUNCH_REGISTERS,
     REGISTER_SHARES,
+    SPARE_REGISTER_SHARES,
     STAGE_DEPTH,
     STATISTICS_COLUMNS,
     HopperTile,
@@ -182,8 +183,11 @@ def plan_linear_hopper(
     batches = row_batches([t for t in (x, residual, y) if t is not None])
     w_columns = y.shape[-1] * (1 if gates is None else 2)
     obstacles = hopper_obstacles(x, w, w_columns, access, batches, device)
-    if tile.shared_memory > device.shared_memory_per_block:
-        obstacles.append(f"tiles {tile} need {tile.shared_memory} bytes of shared memory")
+    shared_memory = tile.shared_memory + (
+        tile.board_bytes if uses_spare_warps(tile, None if norm is None else norm.kind) else 0
+    )
+    if shared_memory > device.shared_memory_per_block:
+        obstacles.append(f"tiles {tile} need {shared_memory} bytes of shared memory")
     if tile.split > max(1, -(-x.shape[-1] // STAGE_DEPTH)):
         obstacles.append(f"K of {x.shape[-1]} has no {tile.split} parts of {STAGE_DEPTH}")
     if tile.sharers > 1 and (
@@ -253,10 +257,15 @@ def plan_linear_hopper(
         f"{tiles} tiles on {blocks} blocks"
     )
     step = Step(
-        kernel, (blocks, 1, 1), (tile.threads, 1, 1), arguments, smem=tile.shared_memory,
+        kernel, (blocks, 1, 1), (tile.threads, 1, 1), arguments, smem=shared_memory,
         cluster=(tile.split * tile.sharers, 1, 1), programmatic=tile.programmatic, reason=reason,
     )  # fmt: skip
     return (step,)
+
+
+def uses_spare_warps(tile: HopperTile, norm: str | None) -> bool:
+    """Whether they read the rows' statistics: of x.  A residual's norm leaves its consumers no register to give."""
+    return tile.spare_warps and norm in ("layer", "rms")
 
 
 def also_zeroing(step: Step, counter: ArgumentValue) -> Step:
@@ -271,13 +280,14 @@ def hopper_kernel(
     statistics: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration."""
-    producer, consumer = REGISTER_SHARES
+    spare_warps = uses_spare_warps(tile, norm)
+    producer, consumer = SPARE_REGISTER_SHARES if spare_warps else REGISTER_SHARES
     return kernel_spec(
         "gemm/hopper/linear.cu", "linear_hopper", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
         kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated, kWeightAlongN=along_n,
-        kRowNorm=_ROW_NORMS[norm], kStatistics=statistics, kTmaStore=tma_store,
+        kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics, kTmaStore=tma_store,
         kVectorY=2 if pair_y else 1,
         kVectorBias=2 if (bias is not None or norm == "residual") and pair_bias else 1,
         kVectorResidual=2 if residual and pair_residual else 1,
@@ -350,4 +360,6 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, residual=True, statistics=True, along_n=False),
         hopper_kernel(bf16, HopperTile(128, 128, 6, True), activation="silu", gated=True, norm="rms"),
+        hopper_kernel(f16, HopperTile(128, 128, 6, True, spare_warps=True), bias=f32, activation="gelu", norm="layer"),
+        hopper_kernel(f16, HopperTile(256, 128, 4, spare_warps=True), bias=f32, norm="layer", along_n=False),
     ]  # fmt: skip

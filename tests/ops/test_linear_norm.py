@@ -26,6 +26,7 @@ from tests.compare import assert_close
 from tests.ops.linear_cases import BF16, F16, normal, plain
 
 TURNS, SHARED, TALL = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2), HopperTile(128, 128, 2, True)
+SPARE_TURNS, SPARE_TALL = (dataclasses.replace(tile, spare_warps=True) for tile in (TURNS, TALL))
 EPSILON = 1e-5
 
 
@@ -114,7 +115,13 @@ def normalised(x: np.ndarray, gamma: Any, beta: Any, kind: str) -> tuple[np.ndar
 
 @pytest.mark.parametrize(
     ("tile", "dtype", "layout", "depth"),
-    [(TURNS, F16, "in_out", 264), (SHARED, BF16, "out_in", 72), (TALL, F16, "out_in", 200)],
+    [
+        (TURNS, F16, "in_out", 264),
+        (SHARED, BF16, "out_in", 72),
+        (TALL, F16, "out_in", 200),
+        (SPARE_TURNS, F16, "in_out", 2056),
+        (SPARE_TALL, F16, "out_in", 200),
+    ],
     ids=str,
 )
 def test_layer_norm_in_the_weight(device, tile, dtype, layout, depth):
@@ -131,7 +138,8 @@ def test_layer_norm_in_the_weight(device, tile, dtype, layout, depth):
     assert_close(got, reference.linear(truth, w, bias, **options), plain(rounded, w, bias, **options))
 
 
-def test_rows_whose_mean_hides_them(device):
+@pytest.mark.parametrize("tile", [TURNS, SPARE_TURNS], ids=str)
+def test_rows_whose_mean_hides_them(device, tile):
     """Means of 50 to 4000 standard deviations, and a row without any: such sums are computed again, beside others."""
     x = normal((140, 264), F16, 1)
     x[3], x[66], x[139] = x[3] / 64 + 1, x[66] / 2048 + 8, 3
@@ -139,7 +147,7 @@ def test_rows_whose_mean_hides_them(device):
     folded, shift = fold_layer_norm("numpy", w)
     for layout in ("in_out", "out_in"):
         given = folded if layout == "in_out" else np.ascontiguousarray(folded.T)
-        got = run(device, TURNS, "layer", x, given, shift, statistics=statistics_of(x), layout=layout)
+        got = run(device, tile, "layer", x, given, shift, statistics=statistics_of(x), layout=layout)
         truth, rounded = normalised(x, None, None, "layer")
         assert_close(got, reference.linear(truth, w), plain(rounded, w))
         assert np.abs(got[139]).max() < 1e-3  # a row of equal elements
@@ -172,7 +180,8 @@ def test_a_residual_that_is_normalised(device, tile):
     assert np.allclose(found, statistics_of(got), rtol=1e-5, atol=1e-4)
 
 
-def test_under_every_check(device):
+@pytest.mark.parametrize("reader", [TURNS, SPARE_TURNS], ids=str)
+def test_under_every_check(device, reader):
     """A layer that stores statistics and one that reads them, several tiles a block: the same bits in every order."""
     x, w = normal((150, 72), F16, 1), weight(72, 136, F16, "in_out")
     residual = normal((150, 136), F16, 3)
@@ -182,7 +191,7 @@ def test_under_every_check(device):
         with checks if device.kind == "sim" else contextlib.nullcontext():
             y, found = run(device, TURNS, None, x, w, residual=residual, stores=True)
             v = weight(136, 72, F16, "in_out")
-            results.append((y, found, run(device, TURNS, "layer", y, v, statistics=found)))
+            results.append((y, found, run(device, reader, "layer", y, v, statistics=found)))
     for result in results[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(result, results[0]))
 

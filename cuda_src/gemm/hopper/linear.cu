@@ -18,18 +18,19 @@
 // Gated.   kGated: y = act(x w_gate + bias_gate) (x w_up + bias_up), of N columns each, which begin at gate_column and
 //          up_column of w. A tile has as many columns of both, so that a lane holds a gate and its up; no weight moves.
 // Norms.   kRowNorm: the rows of x, or those of the residual, are normalised by their statistics (row_norm.cuh), which
-//          a launch before has stored with kStatistics.
+//          a launch before has stored with kStatistics. kSpareWarps: the producer's other warps read those of x, a tile
+//          ahead of the consumers, who otherwise wait for them in front of each tile.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong, kSplit,
 //   kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kRowNorm,
-//   kStatistics, kTmaStore, kVectorY, kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters,
-//   kConsumerRegisters.
+//   kSpareWarps, kStatistics, kTmaStore, kVectorY, kVectorBias, kVectorResidual (1 or 2: elements an access),
+//   kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map 64 x 16, unused
 //   without kTmaStore.
-// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
+// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), with kSpareWarps MomentsBoard::kBytes besides (row_norm.cuh).
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/warpgroup_turns.cuh"
@@ -89,6 +90,9 @@ constexpr int kCluster = kSplit * kSharers;  // blocks
 static_assert(kSplit == 1 || kSharers == 1, "blocks of a cluster share a tile or a weight");
 
 using Ring = StageRing<kStages>;
+constexpr int kSpareWarpCount = 3;  // the producer's warpgroup, less its one thread's warp
+using Board = gemm::MomentsBoard<kTilesPerRound, kBlockM, kSpareWarpCount, kPingPong ? 4 : 4 * kConsumers>;
+static_assert(!kSpareWarps || kNormalisesX, "spare warps read the statistics of x");
 using Parts = gemm::ClusterSum<kBlockM, kBlockN, kSplit, 4 * kConsumers>;
 static_assert(kSplit == 1 || Parts::kBytes <= Layout::kOutput, "parts lie where the stages were");
 
@@ -144,11 +148,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int k_tiles = static_cast<int>(static_cast<i64>(all_k_tiles) * (k_part + 1) / kSplit) - first_k;
 
   Ring ring(smem + Layout::kRing);
+  const Board board{smem + Layout::kBytes};
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
     if constexpr (kTmaStore) ptx::prefetch_tensormap(&y_map);
     ring.initialise(kSharers * (kPingPong ? 4 : 4 * kConsumers));
+    if constexpr (kSpareWarps) board.initialise();
     ptx::fence_mbarrier_init();
   }
   if constexpr (kSharers > 1) {
@@ -170,6 +176,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x >= 32) {
+      if constexpr (kSpareWarps) {
+        ptx::griddepcontrol_wait();
+        u32 turn = 0;
+        for (int number = block; number < tiles; number += blocks, ++turn) {
+          const int row = (gemm::tile_of_block(number, tiles_m, tiles_n).m * kSharers + m_part) * kBlockM;
+          board.write(turn % kTilesPerRound, turn / kTilesPerRound, static_cast<int>(threadIdx.x) / 32 - 1, statistics,
+                      row, rows, kNormalisesX ? depth : columns, epsilon, kNorm != gemm::RowNorm::kRmsNorm);
+        }
+      }
       leave_cluster();
       return;
     }
@@ -228,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                               (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
 
   if (kPingPong && consumer == 1) skip_stages(ring, k_tiles);
-  for (int first = block; first < tiles; first += kTilesPerRound * blocks) {
+  u32 round = 0;
+  for (int first = block; first < tiles; first += kTilesPerRound * blocks, ++round) {
     const int number = kPingPong ? first + consumer * blocks : first;
     if (number >= tiles) {  // the last round is half empty; each consumer takes a turn in every round
       turns.take();
@@ -249,13 +265,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     gemm::RowMoments<kRowTiles> moments = {};
     bool is_cancelled = false;
-    if constexpr (kNorm != gemm::RowNorm::kNone) {
-      const bool centred = kNorm != gemm::RowNorm::kRmsNorm;
-      moments.load(statistics, first_row, rows, kNormalisesX ? depth : columns, epsilon, centred);
+    const auto look_at_moments = [&] {
       is_cancelled = moments.any_cancelled();
       if constexpr (kNormalisesResidual) {
         if (is_cancelled) moments.compute(residual, residual_stride, first_row, rows, columns, epsilon);
       }
+    };
+    if constexpr (kNorm != gemm::RowNorm::kNone && !kSpareWarps) {
+      moments.load(statistics, first_row, rows, kNormalisesX ? depth : columns, epsilon,
+                   kNorm != gemm::RowNorm::kRmsNorm);
+      look_at_moments();
     }
     turns.take();
     float sum[kRowTiles][kGroupColumns / 2];
@@ -274,6 +293,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     turns.pass();
     gemm::SlabInputs<Rules, Element, Bias> inputs;  // from L2, beside the last stage's products
     if (finishes) inputs.load(result, first_row, first_column);
+    if constexpr (kSpareWarps) {
+      board.read(moments, kPingPong ? consumer : 0, round, group_row + warp * 16);
+      look_at_moments();
+    }
     ptx::wgmma_wait_group<0>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::wgmma_fence_registers(sum[i]);

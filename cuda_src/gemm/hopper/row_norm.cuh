@@ -15,6 +15,7 @@
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
 #include "gemm/hopper/tiles.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace cki::gemm {
 
@@ -27,6 +28,14 @@ constexpr float kLargestMean = 32.0f;
 __device__ __forceinline__ float quad_sum(float value) {
   value += __shfl_xor_sync(0xffffffffu, value, 1);
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// (mean, 1 / sqrt(variance + epsilon)) of a row from the sums of four lanes. inverse: one over its elements. centred:
+// deviations from the mean, else from zero.
+__device__ __forceinline__ float2 moments_of_sums(float sum, float squares, float inverse, float epsilon, bool centred) {
+  const float middle = centred ? quad_sum(sum) * inverse : 0.0f;
+  const float variance = fmaf(-middle, middle, quad_sum(squares) * inverse);
+  return make_float2(middle, rsqrtf((variance < 0.0f ? 0.0f : variance) + epsilon));  // a variance of NaN stays one
 }
 
 // Of the two rows of a lane in each 16 x 64 part of a warp: rows lane / 4 and lane / 4 + 8.
@@ -73,10 +82,19 @@ struct RowMoments {
     const float inverse = 1.0f / static_cast<float>(columns);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float middle = centred ? quad_sum(sum[i]) * inverse : 0.0f;
-      const float variance = fmaf(-middle, middle, quad_sum(squares[i]) * inverse);
-      mean[i / 2][i % 2] = middle;
-      rstd[i / 2][i % 2] = rsqrtf((variance < 0.0f ? 0.0f : variance) + epsilon);  // a NaN stays one
+      const float2 found = moments_of_sums(sum[i], squares[i], inverse, epsilon, centred);
+      mean[i / 2][i % 2] = found.x;
+      rstd[i / 2][i % 2] = found.y;
+    }
+  }
+
+  // The same from where other warps have left those of a tile's rows. first: the warp's first row in the tile.
+  __device__ __forceinline__ void take(const float2* tile_rows, int first) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float2 found = tile_rows[first + i / 2 * 64 + i % 2 * 8 + static_cast<int>(threadIdx.x) % 32 / 4];
+      mean[i / 2][i % 2] = found.x;
+      rstd[i / 2][i % 2] = found.y;
     }
   }
 
@@ -114,6 +132,73 @@ struct RowMoments {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) any = any || is_cancelled(i / 2, i % 2);
     return __any_sync(0xffffffffu, any);
+  }
+};
+
+// Moments of a tile's rows on their way from spare warps to the consumers: a place for each consumer that takes tiles of
+// its own. `ready` completes when all of kWriters warps have written theirs, `taken` when the kReaders warps of a place
+// have read them.
+template <int kPlaces, int kTileRows, int kWriters, int kReaders>
+struct MomentsBoard {
+  static constexpr int kBytes = kPlaces * (kTileRows * static_cast<int>(sizeof(float2)) + 16);
+
+  unsigned char* memory;
+
+  __device__ __forceinline__ float2* moments(int place) const {
+    return reinterpret_cast<float2*>(memory) + place * kTileRows;
+  }
+  __device__ __forceinline__ u64* ready(int place) const {
+    return reinterpret_cast<u64*>(moments(kPlaces)) + place * 2;
+  }
+  __device__ __forceinline__ u64* taken(int place) const { return ready(place) + 1; }
+
+  // By one thread of the block, before the barrier that publishes it.
+  __device__ __forceinline__ void initialise() const {
+    for (int place = 0; place < kPlaces; ++place) {
+      ptx::mbarrier_init(ready(place), kWriters);
+      ptx::mbarrier_init(taken(place), kReaders);
+    }
+  }
+
+  // A writer: its share of a tile's rows, eight at a time, from statistics [rows, ceil(columns / 64), 2]. The tile begins
+  // at tile_row. round: how often the place has been written before. With few registers, so one row a lane.
+  __device__ __forceinline__ void write(int place, u32 round, int writer, const float* statistics, int tile_row, int rows,
+                                        int columns, float epsilon, bool centred) const {
+    constexpr int kAhead = 4;  // loads under way
+    const int slots = (columns + kSlabColumns - 1) / kSlabColumns, lane = static_cast<int>(threadIdx.x) % 32;
+    ptx::mbarrier_wait_parity(taken(place), (round & 1) ^ 1);
+#pragma unroll 1
+    for (int at = writer * 8 + lane / 4; at < kTileRows; at += kWriters * 8) {
+      const float2* from =
+          reinterpret_cast<const float2*>(statistics) + static_cast<i64>(min(tile_row + at, rows - 1)) * slots;
+      float sum = 0.0f, squares = 0.0f;
+#pragma unroll 1
+      for (int slot = lane % 4; slot < slots; slot += 4 * kAhead) {
+        float2 parts[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          parts[j] = slot + 4 * j < slots ? from[slot + 4 * j] : make_float2(0.0f, 0.0f);
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          sum += parts[j].x;
+          squares += parts[j].y;
+        }
+      }
+      const float2 found = moments_of_sums(sum, squares, 1.0f / static_cast<float>(columns), epsilon, centred);
+      if (lane % 4 == 0) moments(place)[at] = found;
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ready(place));
+  }
+
+  // A reader's warp: the moments of its rows.
+  template <int kRowTiles>
+  __device__ __forceinline__ void read(RowMoments<kRowTiles>& found, int place, u32 round, int first) const {
+    ptx::mbarrier_wait_parity(ready(place), round & 1);
+    found.take(moments(place), first);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(taken(place));
   }
 };
 
