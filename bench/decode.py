@@ -36,6 +36,7 @@ from cki.heuristics.paged import DecodeConfig, DecodeShape, choose_dealt, choose
 from cki.operand import dense
 from cki.ops.call import call
 from cki.ops.paged import PAGED_ATTENTION, plan_paged_attention, plan_problem
+from cki.ops.rope import APPEND_KV, plan_append_problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,16 +345,53 @@ def measure_append() -> list[dict[str, object]]:
 
         return tensors
 
-    def run(qkv: Any, cache: Any, slots: Any, positions: Any, weight: Any, q_out: Any) -> Any:
-        return cki.append_kv(
+    def run(programmatic: bool) -> Callable[..., Any]:
+        spec = dataclasses.replace(
+            APPEND_KV,
+            plan=lambda problem, outputs, device: plan_append_problem(problem, outputs, device, programmatic),
+        )
+
+        def append(qkv: Any, cache: Any, slots: Any, positions: Any, weight: Any, q_out: Any) -> Any:
+            q, k, v = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]
+            tensors = (
+                k,
+                v,
+                *cache[:2],
+                slots,
+                q,
+                positions,
+                None,
+                weight,
+                weight,
+                *(cache[2:] or (None, None)),
+            )
+            return call(spec, tensors, (1e6, None, False, 1e-6, 0.0), (q_out,))
+
+        return append
+
+    def check_against_public(append: Callable[..., Any], kv: str) -> None:
+        results = []
+        for function in (append, append_publicly):
+            torch.manual_seed(0)
+            inputs = make(kv)(0)
+            function(*inputs)
+            results.append([t.float() for t in (*inputs[1], inputs[5])])
+        if not all(torch.equal(a, b) for a, b in zip(*results)):
+            raise SystemExit(f"append_kv {kv}: a variant's results are not the public function's")
+
+    def append_publicly(qkv: Any, cache: Any, slots: Any, positions: Any, weight: Any, q_out: Any) -> None:
+        cki.append_kv(
             qkv[:, 32:40], qkv[:, 40:], cache, slots, q=qkv[:, :32], positions=positions, rope_base=1e6,
             q_norm_weight=weight, k_norm_weight=weight, q_out=q_out,
         )  # fmt: skip
 
     rows = []
-    for kv in ("bf16", "e4m3"):
-        timing = common.graph_time(run, [make(kv)(seed) for seed in range(8)], framework="torch")
-        rows.append(common.row("append_kv", "tokens=64 heads=32/8 head_dim=128 norm rope", kv, "cki", timing))
+    for kv, programmatic in itertools.product(("bf16", "e4m3"), (False, True)):
+        append = run(programmatic)
+        check_against_public(append, kv)
+        timing = common.graph_time(append, [make(kv)(seed) for seed in range(8)], framework="torch")
+        name = "cki programmatic" if programmatic else "cki"
+        rows.append(common.row("append_kv", "tokens=64 heads=32/8 head_dim=128 norm rope", kv, name, timing))
     return rows
 
 

@@ -13,7 +13,7 @@ from cki import config, dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
-from cki.heuristics.paged import append_blocks_per_token
+from cki.heuristics.paged import SERIAL_ARCHS, append_blocks_per_token
 from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.cache_arguments import cache_tensors, imported
@@ -23,7 +23,7 @@ from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 _THREADS = 128
-_PARAMS = "P" * 13 + "q" * 27 + "i" * 4 + "dff"
+_PARAMS = "P" * 13 + "q" * 27 + "i" * 3 + "dff"
 
 
 def append_kv(
@@ -127,11 +127,12 @@ def plan_append_kv(
     device: DeviceInfo, *, q: Operand | None = None, q_out: Operand | None = None, positions: Operand | None = None,
     rotation: Rotation | None = None, q_norm_weight: Operand | None = None, k_norm_weight: Operand | None = None,
     norm_eps: float = 1e-6, norm_weight_offset: float = 0.0, scales: tuple[Operand, Operand] | None = None,
+    programmatic: bool = False,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch of `append_kv`, or with q alone of `apply_rope`, on checked operands; none without tokens.
 
     q and q_out: [tokens, heads, head_dim], both or neither.  k, v, caches, slots: all or none.
-    scales: of an e4m3 cache, see `append_kv`.
+    scales: of an e4m3 cache, see `append_kv`.  programmatic: the launch begins while the one before it ends (sm_90).
     """
     first = k if k is not None else q
     assert first is not None
@@ -152,8 +153,16 @@ def plan_append_kv(
     lanes = max(1, 1 << (-(-max(head_dim, value_dim) // 8) - 1).bit_length())
     parts = append_blocks_per_token(tokens, q_heads + 2 * kv_heads, _THREADS // lanes, device)
     norm_weight = q_norm_weight or k_norm_weight
+    num_slots, block_size = (
+        (0, 1) if k_cache is None else (k_cache.shape[0] * k_cache.shape[1], max(k_cache.shape[1], 1))
+    )
+    programmatic = programmatic and device.arch not in SERIAL_ARCHS
+    archs = tuple(
+        arch for arch in ARCHITECTURES
+        if not (fp8 and arch == "sm_80") and not (programmatic and arch in SERIAL_ARCHS)
+    )  # fmt: skip
     kernel = kernel_spec(
-        "kv/append_kv.cu", "append_kv", _PARAMS, max_registers=96, archs=ARCHITECTURES[1:] if fp8 else ARCHITECTURES,
+        "kv/append_kv.cu", "append_kv", _PARAMS, max_registers=96, archs=archs,
         Element=first.dtype, CacheElement=cache_dtype, SlotIndex=dtypes.i64 if slots is None else slots.dtype,
         PositionIndex=dtypes.i64 if positions is None else positions.dtype,
         NormWeight=first.dtype if norm_weight is None else norm_weight.dtype,
@@ -163,6 +172,9 @@ def plan_append_kv(
         kNormKey=k_norm_weight is not None, kTokenScales=fp8 and scales is not None and scales[0].ndim == 3,
         kVectorLoads=_vectors([t for t in (q, k, v) if t is not None]),
         kVectorStores=_vectors([t for t in (q_out, k_cache, v_cache) if t is not None]),
+        kVectorWeights=_vectors([t for t in (q_norm_weight, k_norm_weight) if t is not None]),
+        kBlockShift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
+        kProgrammatic=programmatic,
     )  # fmt: skip
     pointers: tuple[ArgumentValue, ...] = tuple(
         NullPointer() if tensor is None else tensor
@@ -171,27 +183,31 @@ def plan_append_kv(
             q_norm_weight, k_norm_weight,
         )
     )  # fmt: skip
-    num_slots, block_size = (
-        (0, 1) if k_cache is None else (k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1])
-    )
     table_stride, table_rows = (
         (0, 0) if rotation.table is None else (rotation.table.strides[0], rotation.table.shape[0])
     )
     arguments: tuple[ArgumentValue, ...] = (
         *pointers, *_strides(q, 3), *_strides(k, 3), *_strides(v, 3), *_strides(q_out, 3), *_strides(k_cache, 4),
         *_strides(v_cache, 4), *_strides(slots, 1), *_strides(positions, 1), table_stride,
-        *_strides(q_norm_weight, 1), *_strides(k_norm_weight, 1), num_slots, table_rows, max(block_size, 1), q_heads,
-        kv_heads, parts, math.log2(rotation.base), norm_eps, norm_weight_offset,
+        *_strides(q_norm_weight, 1), *_strides(k_norm_weight, 1), num_slots, table_rows, block_size, q_heads,
+        kv_heads, math.log2(rotation.base), norm_eps, norm_weight_offset,
     )  # fmt: skip
-    if tokens * parts >= 2**31:
+    if tokens >= 2**31:
         raise UnsupportedError(
             f"append_kv: {tokens} tokens", ["a grid holds 2**31 - 1 blocks"], "fewer tokens"
         )
     reason = f"{parts} blocks a token, {_THREADS // lanes} heads at a time"
-    return (Step(kernel, (tokens * parts, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),)
+    return (
+        Step(
+            kernel, (tokens, parts, 1), (_THREADS, 1, 1), arguments, programmatic=programmatic, reason=reason
+        ),
+    )  # fmt: skip
 
 
-def _plan_append(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
+def plan_append_problem(
+    problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo, programmatic: bool = False
+) -> Plan:
+    """The plan of a call of `APPEND_KV`."""
     k, table, base = problem["k"], problem.get("cos_sin"), problem.attribute("rope_base")
     rotation = Rotation()
     if table is not None or base is not None:
@@ -203,7 +219,7 @@ def _plan_append(problem: Problem, outputs: Mapping[str, Operand], device: Devic
         q=problem.get("q"), q_out=outputs.get("q_out"), positions=problem.get("positions"), rotation=rotation,
         q_norm_weight=problem.get("q_norm_weight"), k_norm_weight=problem.get("k_norm_weight"),
         norm_eps=problem.attribute("norm_eps"), norm_weight_offset=problem.attribute("norm_weight_offset"),
-        scales=None if k_scale is None or v_scale is None else (k_scale, v_scale),
+        scales=None if k_scale is None or v_scale is None else (k_scale, v_scale), programmatic=programmatic,
     ))  # fmt: skip
 
 
@@ -241,7 +257,7 @@ APPEND_KV = OpSpec(
     outputs=("q_out",),
     check=check_append,
     infer=_infer_append,
-    plan=_plan_append,
+    plan=plan_append_problem,
     in_place=(("q_out", "q"),),
 )  # fmt: skip
 

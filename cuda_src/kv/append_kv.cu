@@ -16,14 +16,19 @@
 // table an angle is computed in fp64 as a fraction of a turn: position * frequency in fp32 is off by 0.008 at 100000.
 //
 // Everything between load and store is fp32 and not rounded in between. A block takes some heads of one token, so
-// angles are computed once for all of them. A row of a head belongs to kLanes lanes, eight elements each; partners of
-// a pair meet through shared memory, because neox partners lie in other lanes and at any distance.
+// angles are computed once for all of them. A row of a head belongs to kLanes lanes, eight elements each. Partners of
+// a pair lie in one lane (kInterleaved), or at the same place of another lane's elements, or, where kRotaryDim / 2 is no
+// multiple of eight, meet through shared memory.
+//
+// A decoding step has so few rows that latencies are all its time: everything that can be loaded is asked for at once,
+// before the angles are computed. What does not depend on other launches is done before they have ended (kProgrammatic).
 //
 // A slot below 0 or past the cache is skipped: nothing is written for it. A position outside the table turns nothing.
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
+#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 
@@ -34,20 +39,36 @@ constexpr int kLanes =
     kWidest <= 8 ? 1 : kWidest <= 16 ? 2 : kWidest <= 32 ? 4 : kWidest <= 64 ? 8 : kWidest <= 128 ? 16 : 32;
 constexpr int kRows = kThreads / kLanes;  // rows that a block works on at a time
 constexpr int kPairs = kRotaryDim / 2;
+static_assert(kPairs <= kThreads, "a thread computes one angle");
+constexpr bool kExchange = kRotaryDim > 0 && !kInterleaved && kPairs % kPart != 0;
 constexpr bool kQuantize = sizeof(CacheElement) == 1;
 constexpr float kLargestCode = 448.0f;
 
-// Eight elements of a row of `dim`, the first of them at `p`; past the end `values` stay as they are.
-template <class T>
-__device__ __forceinline__ void load_part(const T* p, i64 step, int first, int dim, float (&values)[kPart]) {
-  if constexpr (kVectorLoads) {
-    if (first < dim) load_floats(p, values);
-  } else {
+// Eight elements of a row, as they lie in memory until they are needed: an access is waited for where its result is used.
+template <class T, bool kVectors>
+struct Part {
+  Vector<T, kPart> vector;
+  float values[kPart];
+
+  // The first of them is at `p`; elements from `dim` on are 0.
+  __device__ __forceinline__ void load(const T* p, i64 step, int first, int dim) {
+    if constexpr (kVectors) {
+      vector.fill_zero();
+      if (first < dim) vector.load(p);
+    } else {
 #pragma unroll
-    for (int e = 0; e < kPart; ++e)
-      if (first + e < dim) values[e] = to_float(p[e * step]);
+      for (int e = 0; e < kPart; ++e) values[e] = first + e < dim ? to_float(p[e * step]) : 0.0f;
+    }
   }
-}
+  __device__ __forceinline__ void to_floats(float (&result)[kPart]) const {
+    if constexpr (kVectors) {
+      vector.to_floats(result);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kPart; ++e) result[e] = values[e];
+    }
+  }
+};
 
 // Rounds to T and stores. e4m3 saturates; values are already divided by their scale.
 template <class T>
@@ -77,28 +98,54 @@ __device__ __forceinline__ void store_part(T* p, i64 step, int first, int dim, c
 // together then touch neighbouring words.
 __device__ __forceinline__ int spread(int i) { return i % kPart * kLanes + i / kPart; }
 
-// Rotates the pairs of a row. `row` is shared memory of this row alone.
+// Rotates the pairs of a row. `row` is shared memory of this row alone (kExchange).
 __device__ __forceinline__ void rotate(float (&values)[kPart], int first, float* row, const float* cosines,
                                        const float* sines) {
-  const auto pair_of = [](int i) { return kInterleaved ? i / 2 : i < kPairs ? i : i - kPairs; };
-  const auto is_second = [](int i) { return kInterleaved ? i % 2 != 0 : i >= kPairs; };
+  float partners[kPart];
+  if constexpr (kExchange) {
 #pragma unroll
-  for (int e = 0; e < kPart; ++e) row[spread(first + e)] = values[e];
-  __syncwarp();
+    for (int e = 0; e < kPart; ++e) row[spread(first + e)] = values[e];
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < kPart; ++e) {
+      const int i = first + e;
+      if (i < kRotaryDim) partners[e] = row[spread(i >= kPairs ? i - kPairs : i + kPairs)];
+    }
+    __syncwarp();  // before the next row takes this place
+  } else {
+    constexpr int kLanesApart = kPairs / kPart;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int other = first >= kRotaryDim ? lane : first >= kPairs ? lane - kLanesApart : lane + kLanesApart;
+#pragma unroll
+    for (int e = 0; e < kPart; ++e)
+      partners[e] = kInterleaved ? values[e ^ 1] : __shfl_sync(kFullWarp, values[e], other);
+  }
 #pragma unroll
   for (int e = 0; e < kPart; ++e) {
     const int i = first + e;
     if (i >= kRotaryDim) break;
-    const bool second = is_second(i);
-    const float partner = row[spread(kInterleaved ? i ^ 1 : second ? i - kPairs : i + kPairs)];
-    const float sine = second ? sines[pair_of(i)] : -sines[pair_of(i)];
-    values[e] = fmaf(values[e], cosines[pair_of(i)], partner * sine);
+    const bool second = kInterleaved ? i % 2 != 0 : i >= kPairs;
+    const int pair = kInterleaved ? i / 2 : second ? i - kPairs : i;
+    values[e] = fmaf(values[e], cosines[pair], partners[e] * (second ? sines[pair] : -sines[pair]));
   }
-  __syncwarp();  // before the next row takes this place
 }
 
+// What a row of a token is: its query heads come first, then its key heads, then its value heads.
+struct TokenRow {
+  bool is_query, is_key, is_value;
+  int head;
+
+  __device__ __forceinline__ TokenRow(int row, int rows, int q_heads, int kv_heads) {
+    const int kv_row = row - (kHasQuery ? q_heads : 0);
+    is_query = kHasQuery && row < q_heads;
+    is_key = !is_query && kv_row < kv_heads;
+    is_value = !is_query && !is_key && row < rows;
+    head = is_query ? row : is_key ? kv_row : kv_row - kv_heads;
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads)
-    append_kv(const Element* q, const Element* __restrict__ k, const Element* __restrict__ v, Element* q_out,
+    append_kv(const Element* q, const Element* k, const Element* v, Element* q_out,
               CacheElement* k_cache, CacheElement* v_cache, float* k_scale, float* v_scale,
               const SlotIndex* __restrict__ slots, const PositionIndex* __restrict__ positions,
               const float* __restrict__ table, const NormWeight* __restrict__ q_weight,
@@ -108,76 +155,85 @@ extern "C" __global__ void __launch_bounds__(kThreads)
               i64 k_cache_block, i64 k_cache_token, i64 k_cache_head, i64 k_cache_step,                      //
               i64 v_cache_block, i64 v_cache_token, i64 v_cache_head, i64 v_cache_step,                      //
               i64 slots_stride, i64 positions_stride, i64 table_stride, i64 q_weight_step, i64 k_weight_step,
-              i64 num_slots, i64 table_rows, int block_size, int q_heads, int kv_heads, int parts,           //
+              i64 num_slots, i64 table_rows, int block_size, int q_heads, int kv_heads,                      //
               double log2_base, float eps, float weight_offset) {
-  __shared__ float cosines[kPairs + 1], sines[kPairs + 1];
-  __shared__ float exchange[kRows][kLanes * kPart];
-  const int token = static_cast<int>(blockIdx.x) / parts;
-  const int part = static_cast<int>(blockIdx.x) - token * parts;
+  __shared__ __align__(16) float cosines[kPairs + 1], sines[kPairs + 1];
+  __shared__ float exchange[kExchange ? kRows : 1][kLanes * kPart];
+  const int token = static_cast<int>(blockIdx.x);
+  const int part = static_cast<int>(blockIdx.y), parts = static_cast<int>(gridDim.y);
   const int thread = static_cast<int>(threadIdx.x);
+  const int first = thread % kLanes * kPart;
+  const int rows = (kHasQuery ? q_heads : 0) + (kHasCache ? 2 * kv_heads : 0);
+
+  double frequency = 0.0;  // turns a position, of this thread's pair
+  if constexpr (kRotaryDim > 0 && !kHasTable)
+    frequency = exp2(-log2_base * (2.0 * thread / kRotaryDim)) * 0.15915494309189533577;  // 1 / (2 pi)
+  if constexpr (kProgrammatic) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+  }
+
+  const i64 position = kRotaryDim > 0 ? static_cast<i64>(positions[token * positions_stride]) : 0;
+  const i64 slot = kHasCache ? static_cast<i64>(slots[token * slots_stride]) : -1;
+  Part<Element, kVectorLoads> part_of_row;
+  Part<NormWeight, kVectorWeights> part_of_weight;
+  const auto load = [&](const TokenRow& row) {
+    const auto of = [&](auto of_query, auto of_key, auto of_value) {
+      return row.is_query ? of_query : row.is_key ? of_key : of_value;
+    };
+    const i64 step = kVectorLoads ? 1 : of(q_step, k_step, v_step);
+    const Element* source = of(q, k, v) + token * of(q_token, k_token, v_token) +
+                            row.head * of(q_head, k_head, v_head) + first * step;
+    const bool is_any = row.is_query || row.is_key || row.is_value;
+    part_of_row.load(source, step, first, !is_any ? 0 : row.is_value ? kValueDim : kHeadDim);
+    if constexpr (kNormQuery || kNormKey) {
+      const bool normed = (kNormQuery && row.is_query) || (kNormKey && row.is_key);
+      const NormWeight* weight = row.is_query ? q_weight : k_weight;
+      const i64 weight_step = kVectorWeights ? 1 : row.is_query ? q_weight_step : k_weight_step;
+      part_of_weight.load(weight + first * weight_step, weight_step, first, normed ? kHeadDim : 0);
+    }
+  };
+  int first_row = part * kRows;
+  TokenRow row(first_row + thread / kLanes, rows, q_heads, kv_heads);
+  load(row);
 
   if constexpr (kRotaryDim > 0) {
-    const i64 position = static_cast<i64>(positions[token * positions_stride]);
-    for (int pair = thread; pair < kPairs; pair += kThreads) {
+    if (thread < kPairs) {
       float cosine = 1.0f, sine = 0.0f;
       if constexpr (kHasTable) {
         if (position >= 0 && position < table_rows) {
-          cosine = table[position * table_stride + pair];
-          sine = table[position * table_stride + kPairs + pair];
+          cosine = table[position * table_stride + thread];
+          sine = table[position * table_stride + kPairs + thread];
         }
       } else {
-        const double turns = static_cast<double>(position) * exp2(-log2_base * (2.0 * pair / kRotaryDim)) *
-                             0.15915494309189533577;  // 1 / (2 pi)
-        const float angle = static_cast<float>((turns - rint(turns)) * 6.28318530717958647692);
-        cosine = cosf(angle);
-        sine = sinf(angle);
+        const double turns = static_cast<double>(position) * frequency;
+        const float half_turns = static_cast<float>((turns - rint(turns)) * 2.0);
+        sincospif(half_turns, &sine, &cosine);
       }
-      cosines[pair] = cosine;
-      sines[pair] = kInverse ? -sine : sine;
+      cosines[thread] = cosine;
+      sines[thread] = kInverse ? -sine : sine;
     }
     __syncthreads();
   }
 
-  i64 block = 0, offset = 0;
-  bool stored = false;
-  if constexpr (kHasCache) {
-    const i64 slot = static_cast<i64>(slots[token * slots_stride]);
-    stored = slot >= 0 && slot < num_slots;
-    block = stored ? slot / block_size : 0;
-    offset = stored ? slot - block * block_size : 0;
-  }
+  const bool stored = kHasCache && slot >= 0 && slot < num_slots;
+  const i64 block = !stored ? 0 : kBlockShift >= 0 ? slot >> kBlockShift : slot / block_size;
+  const i64 offset = stored ? slot - block * block_size : 0;
 
-  // Rows of the token: its query heads, then its key heads, then its value heads. All lanes of a warp take the same
-  // trips.
-  const int first = thread % kLanes * kPart;
-  const int rows = (kHasQuery ? q_heads : 0) + (kHasCache ? 2 * kv_heads : 0);
-  for (int first_row = part * kRows; first_row < rows; first_row += parts * kRows) {
-    const int row = first_row + thread / kLanes;
-    const bool is_query = kHasQuery && row < q_heads;
-    const int kv_row = row - (kHasQuery ? q_heads : 0);
-    const bool is_key = !is_query && kv_row < kv_heads;
-    const bool is_value = !is_query && !is_key && row < rows;
-    const int head = is_query ? row : is_key ? kv_row : kv_row - kv_heads;
-
-    float values[kPart] = {};
-    if (is_query) load_part(q + token * q_token + head * q_head + first * q_step, q_step, first, kHeadDim, values);
-    if constexpr (kHasCache) {
-      if (is_key) load_part(k + token * k_token + head * k_head + first * k_step, k_step, first, kHeadDim, values);
-      if (is_value) load_part(v + token * v_token + head * v_head + first * v_step, v_step, first, kValueDim, values);
-    }
-
+  // All lanes of a warp take the same trips.
+  for (;;) {
+    float values[kPart];
+    part_of_row.to_floats(values);
     if constexpr (kNormQuery || kNormKey) {
-      float squares = 0.0f;
+      float squares = 0.0f, weights[kPart];
+      part_of_weight.to_floats(weights);
 #pragma unroll
       for (int e = 0; e < kPart; ++e) squares = fmaf(values[e], values[e], squares);
       squares = warp_sum<kLanes>(squares);
-      if ((kNormQuery && is_query) || (kNormKey && is_key)) {
+      if ((kNormQuery && row.is_query) || (kNormKey && row.is_key)) {
         const float factor = rsqrtf(squares / kHeadDim + eps);
-        const NormWeight* weight = is_query ? q_weight : k_weight;
-        const i64 step = is_query ? q_weight_step : k_weight_step;
 #pragma unroll
-        for (int e = 0; e < kPart; ++e)
-          if (first + e < kHeadDim) values[e] *= factor * (to_float(weight[(first + e) * step]) + weight_offset);
+        for (int e = 0; e < kPart; ++e) values[e] *= factor * (weights[e] + weight_offset);
       }
     }
 
@@ -185,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       float rotated[kPart];
 #pragma unroll
       for (int e = 0; e < kPart; ++e) rotated[e] = values[e];
-      rotate(rotated, first, exchange[thread / kLanes], cosines, sines);
-      if (!is_value) {
+      rotate(rotated, first, exchange[kExchange ? thread / kLanes : 0], cosines, sines);
+      if (!row.is_value) {
 #pragma unroll
         for (int e = 0; e < kPart; ++e) values[e] = rotated[e];
       }
@@ -200,31 +256,35 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int e = 0; e < kPart; ++e) largest = fmaxf(largest, fabsf(values[e]));
         largest = warp_max<kLanes>(largest);
         scale = largest > 0.0f ? largest / kLargestCode : 1.0f;
-        float* scales = is_key ? k_scale : v_scale;
-        if (stored && (is_key || is_value) && first == 0)
-          scales[(block * block_size + offset) * kv_heads + head] = scale;
-      } else if (is_key || is_value) {
-        scale = (is_key ? k_scale : v_scale)[head];
+        float* scales = row.is_key ? k_scale : v_scale;
+        if (stored && (row.is_key || row.is_value) && first == 0)
+          scales[(block * block_size + offset) * kv_heads + row.head] = scale;
+      } else if (row.is_key || row.is_value) {
+        scale = (row.is_key ? k_scale : v_scale)[row.head];
       }
-      if (!is_query) {
+      if (!row.is_query) {
 #pragma unroll
         for (int e = 0; e < kPart; ++e) values[e] /= scale;
       }
     }
 
-    if (is_query) {
-      Element* target = q_out + token * q_out_token + head * q_out_head + first * q_out_step;
+    if (row.is_query) {
+      Element* target = q_out + token * q_out_token + row.head * q_out_head + first * q_out_step;
       store_part(target, q_out_step, first, kHeadDim, values);
     }
     if constexpr (kHasCache) {
-      if (is_key && stored) {
-        CacheElement* target = k_cache + block * k_cache_block + offset * k_cache_token + head * k_cache_head;
-        store_part(target + first * k_cache_step, k_cache_step, first, kHeadDim, values);
-      }
-      if (is_value && stored) {
-        CacheElement* target = v_cache + block * v_cache_block + offset * v_cache_token + head * v_cache_head;
-        store_part(target + first * v_cache_step, v_cache_step, first, kValueDim, values);
+      if (stored && (row.is_key || row.is_value)) {
+        const i64 step = row.is_key ? k_cache_step : v_cache_step;
+        CacheElement* target = (row.is_key ? k_cache : v_cache) +
+                               block * (row.is_key ? k_cache_block : v_cache_block) +
+                               offset * (row.is_key ? k_cache_token : v_cache_token) +
+                               row.head * (row.is_key ? k_cache_head : v_cache_head);
+        store_part(target + first * (kVectorStores ? 1 : step), step, first, row.is_key ? kHeadDim : kValueDim, values);
       }
     }
+    first_row += parts * kRows;
+    if (first_row >= rows) return;
+    row = TokenRow(first_row + thread / kLanes, rows, q_heads, kv_heads);
+    load(row);
   }
 }

@@ -34,6 +34,10 @@ static inline float normcdff(float x) { return 0.5f * erfcf(x * -0.7071067811865
 static inline float fdividef(float a, float b) { return a / b; }
 static inline float sinpif(float x) { return static_cast<float>(sin(3.14159265358979323846 * x)); }
 static inline float cospif(float x) { return static_cast<float>(cos(3.14159265358979323846 * x)); }
+static inline void sincospif(float x, float* sine, float* cosine) {
+  *sine = sinpif(x);
+  *cosine = cospif(x);
+}
 
 // ---- intrinsics; macros where the C library has a function of that name ----
 

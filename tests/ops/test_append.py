@@ -264,7 +264,7 @@ def test_a_layer_beside_tensors_that_cannot_be_of_its_type(monkeypatch):
 
 
 def test_under_every_check(device):
-    """Small blocks of threads cover three trips over the heads."""
+    """Small blocks of threads cover three trips over the heads; partners of a pair meet through shared memory."""
     k, v, q = normal((3, 5, 24), BF16, 1), normal((3, 5, 16), BF16, 2), normal((3, 70, 24), BF16, 3)
     weight = normal((24,), BF16, 4)
     for seed in orders(device):
