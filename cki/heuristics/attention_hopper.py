@@ -38,7 +38,9 @@ GROUP_ROWS = 64
 class HopperTiles:
     """consumers: warpgroups of 64 query rows each.  block_keys: keys a tile, a multiple of 16.  stages: of the rings of
     keys and of values.  ping_pong: warpgroups take turns at starting products.  schedule: one of SCHEDULES.
-    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each)."""
+    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).  lazy: references of the
+    softmax follow scores only when these rise by 2**8, and the output is rescaled only then.  ahead: with `lazy`, how
+    many of a thread's weights are computed beside the search for the largest score, a register each."""
 
     consumers: int
     block_keys: int
@@ -46,6 +48,8 @@ class HopperTiles:
     ping_pong: bool = True
     schedule: str = "single"
     blocks_per_sm: int = 1
+    lazy: bool = False
+    ahead: int = 0
 
     @property
     def block_rows(self) -> int:
@@ -87,6 +91,8 @@ class HopperTiles:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
         if self.ping_pong:
             text += ", ping-pong"
+        if self.lazy:
+            text += ", lazy"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

@@ -43,15 +43,21 @@ def hopper_obstacles(
     q: Operand, k: Operand, v: Operand, device: DeviceInfo, packed: PackedSequences | None = None
 ) -> list[str]:
     """Every reason why the Hopper kernel cannot compute attention over these operands; empty when it can."""
+    found = layout_obstacles(q, k, v, device)
+    if q.dtype not in (dtypes.f16, dtypes.bf16):
+        found.append(f"q has dtype {q.dtype}: it takes f16 and bf16")
+    if packed is not None and packed.block_table is not None and k.shape[1] % _BOX_KEYS:
+        found.append(f"the cache has blocks of {k.shape[1]} keys, not a multiple of {_BOX_KEYS}")
+    return found
+
+
+def layout_obstacles(q: Operand, k: Operand, v: Operand, device: DeviceInfo) -> list[str]:
+    """The reasons that lie in the device and in strides and addresses."""
     found = []
     if device.arch != _ARCH:
         found.append(f"it needs {_ARCH}, the device is {device.arch}")
-    if q.dtype not in (dtypes.f16, dtypes.bf16):
-        found.append(f"q has dtype {q.dtype}: it takes f16 and bf16")
     if not k.shape[0] * k.shape[1]:
         found.append("there is no key")
-    if packed is not None and packed.block_table is not None and k.shape[1] % _BOX_KEYS:
-        found.append(f"the cache has blocks of {k.shape[1]} keys, not a multiple of {_BOX_KEYS}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.strides[3] != 1 and tensor.shape[3] != 1:
             found.append(f"{name} has stride {tensor.strides[3]} along head_dim, not 1")
@@ -172,7 +178,7 @@ def plan_hopper(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
-        kStages=tiles.stages, kPingPong=tiles.ping_pong,
+        kStages=tiles.stages, kPingPong=tiles.ping_pong, kLazy=tiles.lazy, kAhead=tiles.ahead,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),

@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     finish_scores<decltype(band_test)::kValue>(scores, rows, tile * kBlockKeys, band, rules);
     take_tile<decltype(band_test)::kValue || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction,
                                                                           exponent_scale);
-    pack_weights<Element>(rows.weights, scores);
+    pack_weights<Element>(rows.weights, [&](int i) { return scores[i]; });
   };
   // S of `tile` and its softmax, beside the values of the tile before. Where the wait for these stands decides the speed: in
   // front of the softmax they would no longer run beside it, behind it the rescaling of the output and the packing of weights
@@ -297,7 +297,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       value_ring.release();
     };
     // After the last scores the queries of the next tile may come.
-    if constexpr (kRowByRow) {
+    if constexpr (kLazy) {
+      LazySoftmax<kMayHide, kScaleFirst, kAhead, kBlockKeys / 2> softmax(scores, rows.softmax, exponent_scale);
+      softmax.begin([&](const float(&factor)[2]) {
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_fence_registers(rows.output);
+        scale_rows(rows.output, factor);
+      });
+      softmax.template take<kAhead, kBlockKeys / 4>();
+      if (is_last) query_ring.release_own();  // the branch
+      finish_values();
+      softmax.template take<kBlockKeys / 4, kBlockKeys / 2>();
+      softmax.finish();
+      pack_weights<Element>(rows.weights, [&](int i) { return softmax.taken(i); });
+    } else if constexpr (kRowByRow) {
       const auto reference = [&](int r) {
         return take_reference<kMayHide>(scores, r, rows.softmax[r], correction[r], exponent_scale);
       };
@@ -320,8 +333,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       take_tile<kMayHide, kScaleFirst>(scores, rows.softmax, correction, exponent_scale);
       finish_values();
     }
-    pack_weights<Element>(rows.weights, scores);
-    scale_rows(rows.output, correction);
+    if constexpr (!kLazy) {
+      pack_weights<Element>(rows.weights, [&](int i) { return scores[i]; });
+      scale_rows(rows.output, correction);
+    }
   };
 
   const auto query_of = [&](const SequenceTile& tile, int query) {

@@ -41,12 +41,12 @@ __device__ __forceinline__ void multiply_values(float (&output)[kCount], const u
   }
 }
 
-// Weights to the left operand of multiply_values. Only while no product that reads `weights` is in flight: ptxas would
-// serialise the products (note C7513).
-template <class Element, int kCount>
-__device__ __forceinline__ void pack_weights(u32 (&weights)[kCount / 8][4], const float (&scores)[kCount]) {
+// Weights to the left operand of multiply_values: weight_at(i) is what replaces score i. Only while no product that reads
+// `weights` is in flight: ptxas would serialise the products (note C7513).
+template <class Element, int kSteps, class WeightAt>
+__device__ __forceinline__ void pack_weights(u32 (&weights)[kSteps][4], WeightAt weight_at) {
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) weights[i / 4][i % 4] = pack_pair<Element>(scores[2 * i], scores[2 * i + 1]);
+  for (int i = 0; i < kSteps * 4; ++i) weights[i / 4][i % 4] = pack_pair<Element>(weight_at(2 * i), weight_at(2 * i + 1));
 }
 
 }  // namespace cki::attention
