@@ -68,6 +68,13 @@ def _attention(a: Arrays, inputs: Inputs, attributes: Attributes) -> tuple[Any, 
     options = dict(attributes)
     wants_lse = options.pop("return_lse")
     options.pop("deterministic")
+    options.pop("out_dtype")
+    if "q_descale" in inputs:
+        raise UnsupportedError(
+            "attention: e4m3 beside recompute_gradient",
+            ["codes have no gradient"],
+            "bf16, f16 or f32 tensors",
+        )
     if p := options.pop("dropout_p"):
         raise UnsupportedError(
             f"attention: dropout_p is {p} beside recompute_gradient",

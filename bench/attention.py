@@ -107,8 +107,8 @@ def cki_call(shape: Shape, tiles: AttentionTiles | HopperTiles | None = None) ->
     if tiles is None:
         return lambda q, k, v, out: cki.attention(q, k, v, causal=shape.causal, out=out)
     spec = spec_with_tiles(tiles)
-    attributes = (shape.causal, "bottom_right", None, (-1, -1), 0.0, False, 0.0, False)
-    inputs = (None,) * 6  # bias, mask and so on
+    attributes = (shape.causal, "bottom_right", None, (-1, -1), 0.0, False, 0.0, False, None)
+    inputs = (None,) * 9  # bias, mask and so on
     return lambda q, k, v, out: call(spec, (q, k, v, *inputs), attributes, (out, None))
 
 

@@ -15,7 +15,7 @@ from cki.kernel import ARCHITECTURES, KernelSpec
 #: Family -> its module.
 FAMILIES = {
     "norm": "cki.ops.norm",
-    "attention": "cki.ops.attention",
+    "attention": "cki.ops.attention_kernels",
     "varlen": "cki.ops.varlen",
     "linear": "cki.ops.linear",
     "encoder": "cki.ops.encoder",

@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from cki import dtypes
-from cki.device import DeviceInfo, sim_device
-from cki.dtypes import DType
+from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import AttentionTiles, choose_tiles, heads_per_block, padded
-from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
-from cki.kernel import KernelSpec, kernel_spec
-from cki.operand import Operand, dense
+from cki.heuristics.attention_e4m3 import E4m3Tiles
+from cki.heuristics.attention_hopper import HopperTiles
+from cki.kernel import kernel_spec
+from cki.operand import Operand
 from cki.ops.attention_dropout import DROPOUT_INPUTS, NO_DROPOUT, AttentionDropout, dropout_of
+from cki.ops.attention_e4m3 import (
+    DESCALE_INPUTS,
+    NO_DESCALES,
+    OUT_DTYPES,
+    Descales,
+    as_e4m3,
+    descales_of,
+    plan_hopper_e4m3,
+    preferred_e4m3,
+    values_workspace,
+)
 from cki.ops.attention_hopper import plan_hopper, preferred, preferred_packed, workspace_of
 from cki.ops.attention_rules import MAX_HEAD_DIM as MAX_HEAD_DIM
 from cki.ops.attention_rules import check_attention
@@ -27,7 +38,7 @@ from cki.ops.packed_sequences import PackedSequences as PackedSequences
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
-_PARAMS = "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf"
+_PARAMS = "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf" + "PPP" + "q" * 6
 _LOG2E = math.log2(math.e)
 #: Attributes that `plan_attention` takes by name.
 OPTIONS = ("causal", "causal_alignment", "scale", "window", "softcap", "deterministic")
@@ -52,13 +63,17 @@ def attention(
     dropout_offset: Any = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    out_dtype: Literal["bf16", "f16"] | None = None,
     out: Any = None,
     stream: Any = None,
 ) -> Any:
     """softmax(logits) v, with fp32 accumulation, in one kernel and without a matrix of logits in memory.
 
     q: [batch, queries, heads, head_dim].  k: [batch, keys, kv_heads, head_dim].
-    v: [batch, keys, kv_heads, value_dim].  f32, f16 or bf16, all three alike; head dimensions 1 to 256; any
+    v: [batch, keys, kv_heads, value_dim].  f32, f16, bf16 or e4m3, all three alike; head dimensions 1 to 256; any
         strides.  heads is a multiple of kv_heads; query head h reads KV head h // (heads // kv_heads).
 
     The logit of query i and key j is scale * q.k, then softcap * tanh(x / softcap), then minus ALiBi, plus bias;
@@ -85,6 +100,9 @@ def attention(
     deterministic: one kernel and tile of keys for all numbers of queries and keys, so that a query's bits are those
         that it has in a longer or shorter call (chunks of a prompt, one token at a time).  Slower below 64 queries.
     return_lse: also return the natural logarithm of the sum of exponentials, f32 [batch, heads, queries].
+    q_descale, k_descale, v_descale: with e4m3 (or uint8 with its bits), and only then, all three: f32 [batch, kv_heads]
+        or [kv_heads], positive; q stands for q * q_descale of its KV head, and so on.  In device memory.
+    out_dtype: of the result of e4m3, "bf16" (None too) or "f16".
     out: a tensor of the output's shape and dtype to write into.
     stream: default is the framework's current stream.
 
@@ -95,14 +113,40 @@ def attention(
     Raises InvalidArgumentError, InvalidTypeError or DeviceError before any launch, with every violated rule.
     FlashAttention-2: Dao, arXiv 2307.08691.
     """
-    inputs = (q, k, v, bias, mask, sinks, alibi_slopes, dropout_seed, dropout_offset)
-    attributes = (causal, causal_alignment, scale, window, softcap, return_lse, dropout_p, deterministic)
+    inputs = (
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        sinks,
+        alibi_slopes,
+        dropout_seed,
+        dropout_offset,
+        q_descale,
+        k_descale,
+        v_descale,
+    )
+    attributes = (
+        causal,
+        causal_alignment,
+        scale,
+        window,
+        softcap,
+        return_lse,
+        dropout_p,
+        deterministic,
+        out_dtype,
+    )
     return call(ATTENTION, inputs, attributes, (out, None), stream)
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
     batch, queries, heads, _ = problem["q"].shape
-    outputs = {"out": OutputSpec((batch, queries, heads, problem["v"].shape[3]), problem["q"].dtype)}
+    dtype = problem["q"].dtype
+    if descales_of(problem) is not None:
+        dtype = OUT_DTYPES[problem.attribute("out_dtype") or "bf16"]
+    outputs = {"out": OutputSpec((batch, queries, heads, problem["v"].shape[3]), dtype)}
     if problem.attribute("return_lse"):
         outputs["lse"] = OutputSpec((batch, heads, queries), dtypes.f32)
     return outputs
@@ -113,17 +157,22 @@ def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
 
 
 def _copy_bytes(*tensors: Operand) -> int:
-    """The widest copy that all rows of all tensors allow: 16, 8 or 4 bytes, or one element at a time."""
+    """The widest copy that all rows of all tensors allow: 16, 8 or 4 bytes, or one element at a time.
+
+    Bytes in shared memory, where e4m3 is converted to twice as many.
+    """
     itemsize = tensors[0].dtype.itemsize
+    converted = max(itemsize, 2)
     for nbytes in (16, 8, 4):
-        if nbytes > itemsize and all(
+        read = nbytes * itemsize // converted
+        if nbytes > converted and all(
             (t.strides[3] == 1 or t.shape[3] == 1)
-            and t.is_aligned(nbytes)
-            and t.shape[3] * itemsize % nbytes == 0
+            and t.is_aligned(read)
+            and t.shape[3] * itemsize % read == 0
             for t in tensors
         ):
             return nbytes
-    return itemsize
+    return converted
 
 
 def _broadcast_strides(tensor: Operand | None) -> tuple[int, ...]:
@@ -166,13 +215,16 @@ def plan_attention(
     deterministic: bool = False,
     tiles: AttentionTiles | HopperTiles | None = None,
     packed: PackedSequences | None = None,
+    descales: Descales | None = None,
 ) -> tuple[Step, ...]:
     """The launch that computes `attention` on operands; none for an empty output.
 
     Arguments are those of `attention`, already checked.  lse: row-major f32 [batch, heads, queries], or None.
     dropout: None where nothing is dropped.
-    tiles: instead of the heuristics' choice (benchmarks).  HopperTiles select the Hopper kernel.
-    The plan needs the workspace of `attention_hopper.workspace_of(steps)`.
+    tiles: instead of the heuristics' choice (benchmarks).  HopperTiles select the Hopper kernel,
+        E4m3Tiles that of e4m3.
+    descales: of e4m3 codes, else None.
+    The plan needs the workspace of `attention_hopper.workspace_of(steps)`, and of e4m3 that of `values_workspace`.
     packed: q and out are packed sequences as a batch of one, [1, tokens, heads, dim]; k and v likewise, or blocks of a
     cache; lse is [heads, tokens].
     """
@@ -181,7 +233,9 @@ def plan_attention(
     if not batch * queries * heads:
         return ()
     group = heads // kv_heads
-    itemsize = q.dtype.itemsize
+    q, k, v = as_e4m3(q), as_e4m3(k), as_e4m3(v)
+    element = dtypes.f16 if descales else q.dtype  # of the generic kernel's products
+    itemsize = element.itemsize
     if packed is None:
         shift, left, right = _limits(queries, keys, causal, causal_alignment, window)
         pack = heads_per_block(queries, group)
@@ -202,20 +256,35 @@ def plan_attention(
             "is_plain": not scale_first and mask is None,
             "any_length": deterministic,
         }
-        if packed is None:
+        if descales is not None:
+            if bias is None and mask is None:
+                limited, any_length = choice["has_limits"], choice["any_length"]
+                tiles = preferred_e4m3(q, k, v, device, has_limits=limited, any_length=any_length)
+        elif packed is None:
             tiles = preferred(q, k, v, bias, mask, device=device, **choice)
         else:
             tiles = preferred_packed(q, k, v, packed, device=device, **choice)
+    # The generic kernel takes descales of either sign and 0: it multiplies before it looks for the largest.
+    scale_first |= descales is not None and not isinstance(tiles, E4m3Tiles)
     if tiles is None:
         plain = not scale_first and mask is None and window[0] < 0
         paged = packed is not None and packed.block_table is not None
         tiles = choose_tiles(rows, padded(head_dim), padded(value_dim), itemsize, plain, device, paged)
     features: dict[str, Any] = {
-        "Element": q.dtype, "BiasElement": dtypes.f32 if bias is None else bias.dtype,
         "kLimitLeft": left is not None, "kLimitRight": right is not None, "kSoftcap": softcap > 0,
-        "kAlibi": alibi_slopes is not None, "kBias": bias is not None, "kMask": mask is not None,
-        "kScaleFirst": scale_first,
+        "kAlibi": alibi_slopes is not None, "kScaleFirst": scale_first,
         "kPairStore": out.strides[3] == 1 and value_dim % 2 == 0 and out.is_aligned(2 * itemsize),
+    }  # fmt: skip
+    softcap_rate = 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0
+    if isinstance(tiles, E4m3Tiles):
+        assert descales is not None
+        assert dropout is None, "the Hopper kernel has no dropout"
+        vectors = {"lse": lse, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        numbers = (shift, left or 0, right or 0, scale, softcap, softcap_rate)
+        return plan_hopper_e4m3(q, k, v, out, tiles, descales, vectors, features, numbers, device)
+    features |= {
+        "Element": element, "BiasElement": dtypes.f32 if bias is None else bias.dtype,
+        "kBias": bias is not None, "kMask": mask is not None,
     }  # fmt: skip
     optional: tuple[ArgumentValue, ...] = tuple(
         NullPointer() if tensor is None else tensor for tensor in (lse, bias, mask, sinks, alibi_slopes)
@@ -225,7 +294,7 @@ def plan_attention(
         *q.strides, *k.strides, *v.strides, *out.strides, *_broadcast_strides(bias), *_broadcast_strides(mask),
         sinks.strides[0] if sinks else 0, alibi_slopes.strides[0] if alibi_slopes else 0,
         queries, keys, heads, group, head_dim, value_dim, shift, left or 0, right or 0,
-        scale, _LOG2E if scale_first else scale * _LOG2E, softcap, 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0,
+        scale, _LOG2E if scale_first else scale * _LOG2E, softcap, softcap_rate,
     )  # fmt: skip
     packing = DENSE_CONSTANTS if packed is None else packed.constants(causal_alignment)
     args += DENSE_ARGUMENTS if packed is None else packed.arguments(k)
@@ -245,6 +314,7 @@ def plan_attention(
         kHeadDim=padded(head_dim), kValueDim=padded(value_dim),
         kWarps=tiles.warps, kRowTiles=tiles.row_tiles, kBlockKeys=tiles.block_keys, kMinBlocks=tiles.min_blocks,
         kCopyBytes=_copy_bytes(q, k, v), kPackHeads=pack > 1, kDropout=dropout is not None,
+        Source=q.dtype, Result=out.dtype, kDescaled=descales is not None,
     )  # fmt: skip
     reason = (
         f"mma.sync, {tiles.block_rows} rows x {tiles.block_keys} keys a tile, "
@@ -252,6 +322,7 @@ def plan_attention(
     )
     smem = tiles.shared_memory(padded(head_dim), padded(value_dim), itemsize, packing["kPaged"])
     args += NO_DROPOUT if dropout is None else dropout.arguments()
+    args += NO_DESCALES if descales is None else descales.arguments()
     return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args, smem, reason=reason),)
 
 
@@ -260,90 +331,26 @@ def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) 
     options = {n: problem.attribute(n) for n in OPTIONS}
     steps = plan_attention(
         problem["q"], problem["k"], problem["v"], outputs["out"],
-        lse=outputs.get("lse"), device=device, dropout=dropout_of(problem), **tensors, **options,
+        lse=outputs.get("lse"), device=device, dropout=dropout_of(problem), descales=descales_of(problem),
+        **tensors, **options,
     )  # fmt: skip
-    return Plan(steps, workspace_of(steps))
+    return Plan(steps, (*workspace_of(steps), *values_workspace(steps)))
 
 
 ATTENTION = OpSpec(
     name="attention",
     inputs=(
         Input("q"), Input("k"), Input("v"), Input("bias", optional=True), Input("mask", optional=True),
-        Input("sinks", optional=True), Input("alibi_slopes", optional=True), *DROPOUT_INPUTS,
+        Input("sinks", optional=True), Input("alibi_slopes", optional=True), *DROPOUT_INPUTS, *DESCALE_INPUTS,
     ),
     attributes=(
         Attribute("causal", bool, False), Attribute("causal_alignment", str, "bottom_right"), Attribute("scale", float),
         Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0), Attribute("return_lse", bool, False),
         Attribute("dropout_p", float, 0.0), Attribute("deterministic", bool, False),
+        Attribute("out_dtype", str),
     ),
     outputs=("out", "lse"),
     check=check_attention,
     infer=_infer,
     plan=_plan,
 )  # fmt: skip
-
-
-def representative_specs(arch: str) -> list[KernelSpec]:
-    """Specialisations that stand for all, for compile checks: head dimensions, row counts, types, features, copies."""
-    device = sim_device(arch)
-    found: dict[KernelSpec, None] = {}
-
-    def add(
-        dtype: DType, head_dim: int, queries: int = 512, value_dim: int = 0, stride: int = 1, **features: Any
-    ) -> None:
-        def tensor(name: str, length: int, heads: int, dim: int) -> Operand:
-            row = heads * dim * stride
-            return Operand(name, (2, length, heads, dim), (length * row, row, dim * stride, stride), dtype)
-
-        value_dim = value_dim or head_dim
-        q, k = tensor("q", queries, 4, head_dim), tensor("k", 640, 2, head_dim)
-        v, out = tensor("v", 640, 2, value_dim), dense("out", (2, queries, 4, value_dim), dtype)
-        for step in plan_attention(q, k, v, out, device=device, **features):
-            found[step.kernel] = None
-
-    bias = dense("bias", (1, 1, 512, 640), dtypes.f32)
-    mask = dense("mask", (2, 1, 1, 640), dtypes.bool_)
-    slopes = dense("alibi_slopes", (4,), dtypes.f32)
-    everything: dict[str, Any] = {"bias": bias, "mask": mask, "alibi_slopes": slopes}
-    everything |= {"softcap": 30.0, "window": (100, 20)}
-    bf16, f16, f32 = dtypes.bf16, dtypes.f16, dtypes.f32
-    for head_dim in (32, 64, 80, 96, 128, 160, 192, 256):
-        add(bf16, head_dim)
-    for head_dim in (64, 96, 128, 256):
-        add(bf16, head_dim, causal=True)
-    for head_dim in (64, 128, 256):
-        add(bf16, head_dim, **everything)
-        add(f32, head_dim, **everything)
-    add(f16, 128, **everything)
-    for head_dim in (64, 128):
-        add(f16, head_dim, causal=True)
-        add(f32, head_dim, causal=True)
-    for head_dim in (32, 64, 80, 128, 256):
-        add(f32, head_dim)
-    for head_dim, queries in ((64, 1), (128, 1), (128, 16), (64, 32)):
-        add(bf16, head_dim, queries)
-    add(f16, 64, mask=mask)
-    add(bf16, 64, bias=bias)
-    add(bf16, 192, value_dim=128, causal=True)
-    add(bf16, 100)
-    for dtype in (bf16, f32):
-        add(dtype, 5, causal=True)
-        add(dtype, 64, stride=2, causal=True)
-    counter = dense("dropout_seed", (1,), dtypes.i64)
-    dropout = AttentionDropout(0.1, counter, counter)
-    for head_dim in (64, 128, 256):
-        add(bf16, head_dim, dropout=dropout)
-    add(f32, 128, dropout=dropout)
-    add(bf16, 128, dropout=dropout, **everything)
-    if arch == "sm_90a":  # the Hopper kernel
-        for dim, causal in [(d, c) for d in (64, 80, 128, 256) for c in (False, True) if d != 80 or c]:
-            add(
-                bf16,
-                dim,
-                causal=causal,
-                tiles=choose_hopper_tiles(4096, 4096, 64, dim, dim, causal, True, device),
-            )
-        tiles = choose_hopper_tiles(4096, 4096, 64, 128, 128, True, False, device)
-        every: dict[str, Any] = {"bias": bias, "mask": mask, "alibi_slopes": slopes, "tiles": tiles}
-        add(f16, 128, window=(100, 20), softcap=30.0, **every)
-    return list(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cki import dtypes
 from cki.dtypes import DType
 from cki.ops.attention_dropout import check_dropout
+from cki.ops.attention_e4m3 import CODES, check_descales, is_e4m3_call
 from cki.ops.spec import Problem
 
 MAX_HEAD_DIM = 256
@@ -13,7 +14,9 @@ _LARGEST_SCALE = 1e38
 _ALIGNMENTS = ("bottom_right", "top_left")
 
 
-def check_tensors(problem: Problem, query_axes: str, key_axes: str) -> bool:
+def check_tensors(
+    problem: Problem, query_axes: str, key_axes: str, allowed: tuple[DType, ...] = FLOATS
+) -> bool:
     """Ranks and element types of q, k and v; whether shapes can be compared at all.
 
     query_axes, key_axes: the axes by name, "batch, queries, heads, head_dim".
@@ -28,8 +31,9 @@ def check_tensors(problem: Problem, query_axes: str, key_axes: str) -> bool:
                 f"{name} has shape {tensor.shape}, which has {tensor.ndim} axes, not {wanted}",
                 f"q [{query_axes}], k and v [{key_axes}]",
             )
-        if tensor.dtype not in FLOATS:
-            problem.reject_type(f"{name} has dtype {tensor.dtype}", "q, k and v of dtype f32, f16 or bf16")
+        if tensor.dtype not in allowed:
+            names = "e4m3, or uint8 with its bits" if allowed == CODES else "f32, f16 or bf16"
+            problem.reject_type(f"{name} has dtype {tensor.dtype}", f"q, k and v of dtype {names}")
     if not q.dtype == k.dtype == v.dtype:
         problem.reject_type(
             f"q has dtype {q.dtype}, k has dtype {k.dtype}, v has dtype {v.dtype}", "q, k and v of one dtype"
@@ -139,7 +143,11 @@ def _check_broadcast(problem: Problem, name: str, allowed: tuple[DType, ...]) ->
 def check_attention(problem: Problem) -> None:
     """Rules of `attention`."""
     check_attributes(problem)
-    if not check_tensors(problem, "batch, queries, heads, head_dim", "batch, keys, kv_heads, head_dim"):
+    check_descales(problem)
+    types = CODES if is_e4m3_call(problem) else FLOATS
+    if not check_tensors(
+        problem, "batch, queries, heads, head_dim", "batch, keys, kv_heads, head_dim", types
+    ):
         return
     _check_lengths(problem)
     check_heads(problem)

@@ -51,6 +51,10 @@ def attention(
     dropout_offset: Any = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    out_dtype: str | None = None,
     first_batch: int = 0,
 ) -> Any:
     """softmax(logits) v in float64; names, shapes and conventions of `cki.attention`.
@@ -63,13 +67,21 @@ def attention(
     lse_i     = ln(sum_j weight_ij + exp(sink))          no sink: no such term
 
     kept_ij is `cki.reference.dropout.attention_keeps`, 1 without dropout; the batch is counted from first_batch.
-    deterministic changes nothing.
+    q, k and v of e4m3 codes stand for codes times descale: [batch, kv_heads] or [kv_heads].
+    deterministic and out_dtype change nothing.
     A row that sees no key: out = 0, lse = -inf (with sinks: lse = sink).
     Returns out [batch, queries, heads, value_dim], or (out, lse [batch, heads, queries]).
     """
     q, k, v = (np.asarray(t).astype(np.float64) for t in (q, k, v))
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
+    if q_descale is not None:
+        # [batch, 1, kv_heads, 1]
+        of_q, of_k, of_v = (
+            np.broadcast_to(np.asarray(d, np.float64), (batch, kv_heads))[:, None, :, None]
+            for d in (q_descale, k_descale, v_descale)
+        )
+        q, k, v = q * np.repeat(of_q, heads // kv_heads, axis=2), k * of_k, v * of_v
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     band, position = visible_keys(queries, keys, causal, causal_alignment, window)
     full = (batch, heads, queries, keys)

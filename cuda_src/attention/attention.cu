@@ -7,6 +7,8 @@
 //   cu_seqlens_q, key_offsets [batch + 1]: where each sequence's queries and keys begin and end (packed_sequences.cuh)
 // kPaged, the same with keys in a cache of blocks, block_table [batch, columns] (paged_tile.cuh):
 //   k [blocks, block_size, kv_heads, head_dim]   v likewise   key_offsets [batch]: the number of keys of each sequence
+// kDescaled, Source e4m3: codes, converted to Element f16 as they are copied, which is exact; the KV head's descales go into
+// the scale and the end. Else Source, Element and Result are one type.
 // query_length, key_length: extent of the sequence axis of q and k; kPaged: the keys that a row of the table reaches.
 // All tensors but lse by strides in elements. Query head h reads KV head h / group.
 //
@@ -65,6 +67,7 @@ constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask || kDropout
 constexpr bool kDrops = kHides || kDropsAlways;
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
+static_assert(!kDescaled || (kScaleFirst && !kVarlen), "a descale may be negative or 0; it is a batch's and a head's");
 
 using Band = KeyBand<kLimitLeft, kLimitRight>;
 using QueryTile = Tile<Element, kBlockRows, kHeadDim>;
@@ -107,7 +110,7 @@ __device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow (&softmax
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    attention(const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v, Element* out,
+    attention(const Source* __restrict__ q, const Source* __restrict__ k, const Source* __restrict__ v, Result* out,
               float* lse, const BiasElement* __restrict__ bias, const u8* __restrict__ mask,
               const float* __restrict__ sinks, const float* __restrict__ alibi_slopes,  //
               i64 q_batch, i64 q_sequence, i64 q_head, i64 q_dim,                       //
@@ -125,7 +128,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
               i64 q_offset_stride, i64 key_offset_stride, i64 table_batch, i64 table_column,          //
               int sequences, int blocks, int block_size,  //
               const u64* __restrict__ dropout_seed, const u64* __restrict__ dropout_offset, u32 dropout_threshold,
-              float dropout_factor) {
+              float dropout_factor,  //
+              const float* __restrict__ q_descale, const float* __restrict__ k_descale,
+              const float* __restrict__ v_descale, i64 q_descale_batch, i64 q_descale_head, i64 k_descale_batch,
+              i64 k_descale_head, i64 v_descale_batch, i64 v_descale_head) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the warp's number, and all that follows from it, is uniform.
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
@@ -187,9 +193,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     return kVarlen ? static_cast<i64>(head) * query_length + first_token + query
                    : (static_cast<i64>(batch) * heads + head) * queries + query;
   };
-  const Element* q_base = q + q_origin();
-  const Element* k_base = k + k_origin + first_head / group * k_head;
-  const Element* v_base = v + v_origin + first_head / group * v_head;
+  const int kv_head = first_head / group;
+  const Source* q_base = q + q_origin();
+  const Source* k_base = k + k_origin + kv_head * k_head;
+  const Source* v_base = v + v_origin + kv_head * v_head;
 
   // Tiles of keys that some row of the block may see, and of those the keys that all rows see.
   const Band band{keys, shift, left, right};
@@ -225,7 +232,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int row = min(row_number(r), total_rows - 1);
     return query_row(query_of(row), head_of(row));
   };
-  const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
+  float logit_descale = 1.0f;
+  if constexpr (kDescaled) {
+    logit_descale = q_descale[batch * q_descale_batch + kv_head * q_descale_head] *
+                    k_descale[batch * k_descale_batch + kv_head * k_descale_head];
+  }
+  const LogitRules rules{scale * logit_descale, softcap, softcap_rate * logit_descale, bias_key, mask_key};
   Dropout dropout{};
   if constexpr (kDropout) dropout = {*dropout_seed, static_cast<u32>(*dropout_offset), dropout_threshold};
 
@@ -314,10 +326,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (sinks != nullptr) factor = softmax[r].take_sink(sinks[head * sinks_stride]);
     factor *= softmax[r].normalizer();
     if constexpr (kDropout) factor *= dropout_factor;
+    if constexpr (kDescaled) factor *= v_descale[batch * v_descale_batch + kv_head * v_descale_head];
     if (row >= total_rows) continue;
     if (lse != nullptr && lane % 4 == 0)
       lse[lse_index(head, query)] = softmax[r].log_sum_exp();
-    Element* out_row = out + out_origin() + query * out_sequence + head * out_head;
+    Result* out_row = out + out_origin() + query * out_sequence + head * out_head;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const int column = n * 8 + lane % 4 * 2;
@@ -327,8 +340,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         const float pair[2] = {first, second};
         if (column < value_dim) store_floats(out_row + column, pair);
       } else {
-        if (column < value_dim) out_row[column * out_dim] = from_float<Element>(first);
-        if (column + 1 < value_dim) out_row[(column + 1) * out_dim] = from_float<Element>(second);
+        if (column < value_dim) out_row[column * out_dim] = from_float<Result>(first);
+        if (column + 1 < value_dim) out_row[(column + 1) * out_dim] = from_float<Result>(second);
       }
     }
   }
@@ -345,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     atomicMin(&range[0], first_repair);
     atomicMax(&range[1], last_repair);
     __syncthreads();
-    const auto value_row = [&](int key) -> const Element* {
+    const auto value_row = [&](int key) -> const Source* {
       if constexpr (kPaged) {
         const KeyPlace place = block_row_of_table.find(key);
         return place.block < 0 ? nullptr : v_base + place.block * v_batch + place.slot * v_sequence;
@@ -356,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for (int r = static_cast<int>(threadIdx.x); r < min(kBlockRows, total_rows - block_row); r += kThreads) {
       const int query = query_of(block_row + r);
       const int head = head_of(block_row + r);
-      Element* out_row = out + out_origin() + query * out_sequence + head * out_head;
+      Result* out_row = out + out_origin() + query * out_sequence + head * out_head;
       const QueryRow<BiasElement> row = query_row(query, head);
       const auto is_kept = [&](int key) { return !kDropout || !dropout.drops(key, query, row.dropout_row); };
       repair_row<Features, kPaged>(out_row, out_dim, value_row, v_dim, value_dim, range[0] * kBlockKeys,

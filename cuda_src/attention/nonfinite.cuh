@@ -79,19 +79,19 @@ __device__ __forceinline__ bool drop_own_nonfinite(unsigned char* tile) {
 
 // Adds to one row of the output the values of keys [first_key, end_key) that the row sees and that are not finite.
 // value_row(key): the key's value; kMayMiss: or null, where zeros stand for it. is_kept(key): whether dropout left it.
-template <class Features, bool kMayMiss, class Element, class ValueRow, class Band, class BiasElement, class IsKept>
-__device__ void repair_row(Element* out, i64 out_dim, ValueRow value_row, i64 value_dim_stride, int value_dim,
+template <class Features, bool kMayMiss, class Result, class ValueRow, class Band, class BiasElement, class IsKept>
+__device__ void repair_row(Result* out, i64 out_dim, ValueRow value_row, i64 value_dim_stride, int value_dim,
                            int first_key, int end_key, const QueryRow<BiasElement>& row, const Band& band,
                            const LogitRules& rules, IsKept is_kept) {
   for (int key = max(first_key, band.begin(row.query)); key < min(end_key, band.end(row.query)); ++key) {
     if (!is_visible<Features>(key, row, rules) || !is_kept(key)) continue;
-    const Element* value = value_row(key);
+    const auto* value = value_row(key);
     if (kMayMiss && value == nullptr) continue;
     for (int column = 0; column < value_dim; ++column) {
       const float x = to_float(value[column * value_dim_stride]);
       if (fabsf(x) < positive_infinity()) continue;
-      Element& sum = out[column * out_dim];
-      sum = from_float<Element>(to_float(sum) + x);
+      Result& sum = out[column * out_dim];
+      sum = from_float<Result>(to_float(sum) + x);
     }
   }
 }

@@ -70,16 +70,15 @@ struct OwnPlaces {
 };
 
 // Starts the copy of a tile whose rows lie at `places`. `head`: the cache's first element of the KV head.
-template <class T, int kCopyBytes, int kThreads>
-__device__ __forceinline__ void copy_paged_tile(unsigned char* tile, const KeyPlace* places,
-                                                const typename T::Element* head, i64 block_stride, i64 slot_stride,
-                                                int head_dim, i64 dim_stride) {
+template <class T, int kCopyBytes, int kThreads, class Source>
+__device__ __forceinline__ void copy_paged_tile(unsigned char* tile, const KeyPlace* places, const Source* head,
+                                                i64 block_stride, i64 slot_stride, int head_dim, i64 dim_stride) {
   using Element = typename T::Element;
   constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
   const i64 piece_stride = kPerPiece == 1 ? dim_stride : kPerPiece;
   PieceShare<T, kCopyBytes, kThreads>::for_each_own([&](int row, int piece) {
     const KeyPlace place = places[row];
-    const Element* source = head + place.block * block_stride + place.slot * slot_stride + piece * piece_stride;
+    const Source* source = head + place.block * block_stride + place.slot * slot_stride + piece * piece_stride;
     copy_piece<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes, source,
                            place.block >= 0 && piece * kPerPiece < head_dim, head);
   });

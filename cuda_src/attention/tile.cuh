@@ -9,10 +9,34 @@
 // here, so the caller's tensors need no padding.
 #pragma once
 
+#include "common/convert_element.cuh"
 #include "common/types.cuh"
+#include "common/vec.cuh"
 #include "ptx/cp_async.cuh"
 
 namespace cki::attention {
+
+// The unsigned integer of 1, 2, 4 or 8 bytes.
+template <int kBytes>
+struct UnsignedOf;
+template <>
+struct UnsignedOf<1> {
+  using Type = u8;
+};
+template <>
+struct UnsignedOf<2> {
+  using Type = u16;
+};
+template <>
+struct UnsignedOf<4> {
+  using Type = u32;
+};
+template <>
+struct UnsignedOf<8> {
+  using Type = u64;
+};
+template <int kBytes>
+using Unsigned = typename UnsignedOf<kBytes>::Type;
 
 template <class ElementType, int kRowCount, int kDim>
 struct Tile {
@@ -52,12 +76,24 @@ struct PieceShare {
 };
 
 // Copies one piece to `target`, or zeros where not `inside`. 16, 8 and 4 bytes go by cp.async, in the caller's current
-// group; 2 (16-bit elements at odd places or strides) by a load and a store that end before the return.
+// group; 2 (16-bit elements at odd places or strides) by a load and a store that end before the return. So does e4m3, half
+// as many bytes, which becomes f16 on the way.
 // `readable`: any address that may be read.
-template <int kCopyBytes, class Element>
-__device__ __forceinline__ void copy_piece(unsigned char* target, const Element* source, bool inside,
-                                           const Element* readable) {
-  if constexpr (kCopyBytes >= 4) {
+template <int kCopyBytes, class Source>
+__device__ __forceinline__ void copy_piece(unsigned char* target, const Source* source, bool inside,
+                                           const Source* readable) {
+  if constexpr (sizeof(Source) == 1) {
+    using Codes = Unsigned<kCopyBytes / 2>;
+    const Codes codes = inside ? *reinterpret_cast<const Codes*>(source) : Codes{0};
+    if constexpr (kCopyBytes == 2) {
+      *reinterpret_cast<u16*>(target) = static_cast<u16>(e4m3x2_as_f16x2(codes));
+    } else {
+      u32 words[kCopyBytes / 4];
+#pragma unroll
+      for (int i = 0; i < kCopyBytes / 4; ++i) words[i] = e4m3x2_as_f16x2(static_cast<u16>(codes >> 16 * i));
+      store_words(target, words);
+    }
+  } else if constexpr (kCopyBytes >= 4) {
     ptx::cp_async<kCopyBytes>(target, inside ? source : readable, inside ? kCopyBytes : 0);
   } else {
     *reinterpret_cast<u16*>(target) = inside ? source->bits : u16{0};
@@ -67,10 +103,9 @@ __device__ __forceinline__ void copy_piece(unsigned char* target, const Element*
 // Starts the copy of a tile: `rows` rows from `first_row`, row_stride elements apart, then rows of zeros.
 // kCopyBytes divides the addresses of all rows and the bytes of head_dim elements. dim_stride is 1 unless kCopyBytes is the
 // size of one element.
-template <class T, int kCopyBytes, int kThreads>
-__device__ __forceinline__ void copy_tile(unsigned char* tile, const typename T::Element* first_row, i64 row_stride,
-                                          int rows, int head_dim, i64 dim_stride,
-                                          const typename T::Element* readable) {
+template <class T, int kCopyBytes, int kThreads, class Source>
+__device__ __forceinline__ void copy_tile(unsigned char* tile, const Source* first_row, i64 row_stride, int rows,
+                                          int head_dim, i64 dim_stride, const Source* readable) {
   using Element = typename T::Element;
   using Share = PieceShare<T, kCopyBytes, kThreads>;
   constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
@@ -78,7 +113,7 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const typename T:
   if constexpr (Share::kRegular) {  // one address that moves on, instead of kTrips addresses in registers
     const int thread = static_cast<int>(threadIdx.x);
     const int piece = thread % Share::kPieces;
-    const Element* source = first_row + thread / Share::kPieces * row_stride + piece * piece_stride;
+    const Source* source = first_row + thread / Share::kPieces * row_stride + piece * piece_stride;
     Share::for_each_own([&](int row, int) {
       copy_piece<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes, source,
                              row < rows && piece * kPerPiece < head_dim, readable);
@@ -94,14 +129,14 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const typename T:
 }
 
 // The same for rows in any places: row_address(row) is that of the row's first element.
-template <class T, int kCopyBytes, int kThreads, class RowAddress>
+template <class T, int kCopyBytes, int kThreads, class RowAddress, class Source>
 __device__ __forceinline__ void copy_scattered_tile(unsigned char* tile, RowAddress row_address, int rows, int head_dim,
-                                                    i64 dim_stride, const typename T::Element* readable) {
+                                                    i64 dim_stride, const Source* readable) {
   using Element = typename T::Element;
   constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
   PieceShare<T, kCopyBytes, kThreads>::for_each_own([&](int row, int piece) {
     const bool inside = row < rows && piece * kPerPiece < head_dim;
-    const Element* source = readable;
+    const Source* source = readable;
     if (inside) source = row_address(row) + piece * (kPerPiece == 1 ? dim_stride : kPerPiece);
     copy_piece<kCopyBytes>(tile + row * T::kPitch + piece * kCopyBytes, source, inside, readable);
   });

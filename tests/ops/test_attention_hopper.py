@@ -51,7 +51,7 @@ def hopper(
     bias: Any = None, mask: Any = None, sinks: Any = None, alibi_slopes: Any = None,
 ) -> Any:  # fmt: skip
     """(out, lse)"""
-    inputs = (q, k, v, bias, mask, sinks, alibi_slopes, None, None)
+    inputs = (q, k, v, bias, mask, sinks, alibi_slopes, *(None,) * 5)
     attributes = (causal, causal_alignment, scale, window, softcap, True, 0.0)
     return call(spec_of(tiles), inputs, attributes, (out, None))
 

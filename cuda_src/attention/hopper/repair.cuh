@@ -65,19 +65,19 @@ struct PagedRows {
   }
 };
 
-// Where one row's operands are.
-template <class Element, class KeyRows>
+// Where one row's operands are, and its result.
+template <class Element, class KeyRows, class Result = Element>
 struct RowOperands {
   const Element* query;
   KeyRows keys;
   KeyRows values;
-  Element* out;
+  Result* out;
   i64 out_dim;
 };
 
 // By a whole warp. log_sum_exp: of the row, finite. kColumns: at least value_dim, a multiple of 16.
-template <class Features, int kColumns, class Element, class KeyRows, class Band, class BiasElement>
-__device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows>& at, int head_dim, int value_dim,
+template <class Features, int kColumns, class Element, class KeyRows, class Result, class Band, class BiasElement>
+__device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows, Result>& at, int head_dim, int value_dim,
                                             const QueryRow<BiasElement>& row, const Band& band, const LogitRules& rules,
                                             float log_sum_exp) {
   constexpr float kLog2e = 1.44269504088896340736f;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows>&
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) {
     const int column = lane + 32 * i;
-    if (column < value_dim) at.out[column * at.out_dim] = from_float<Element>(sums[i]);
+    if (column < value_dim) at.out[column * at.out_dim] = from_float<Result>(sums[i]);
   }
 }
 

@@ -1,0 +1,64 @@
+"""Tiles of the e4m3 attention kernel on Hopper (`cuda_src/attention/hopper/attention_e4m3.cu`).
+
+What weighs is what `cki.heuristics.attention_hopper` says, with other sizes: operands are half as large, so shared
+memory holds more stages; weights take a quarter of a register each; and up to PROMOTED_DIM a second set of
+accumulators takes the product of each tile, to be added in fp32.  With 128 keys a tile that fits without spills at
+every head dimension: 64 scores, 16 words of weights, 64 outputs and 64 sums at 128; 64, 16 and 128 at 256.  128 keys
+are also what a slab of transposed values holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from cki.device import DeviceInfo
+from cki.heuristics.attention_hopper import MIN_QUERIES as MIN_QUERIES
+from cki.heuristics.attention_hopper import HopperTiles, key_span
+
+#: Value dimensions up to which the sums of a tile are promoted.
+PROMOTED_DIM = 128
+#: Keys of a slab of transposed values: a swizzled row of 128 bytes.
+SLAB_KEYS = 128
+
+
+@dataclass(frozen=True)
+class E4m3Tiles(HopperTiles):
+    """`HopperTiles` of the e4m3 kernel.  block_keys: a multiple of 32.  promote: None is what value_dim allows."""
+
+    promote: bool | None = None
+
+    def promotes(self, value_dim: int) -> bool:
+        """Whether a tile's product is added in fp32."""
+        return value_dim <= PROMOTED_DIM if self.promote is None else self.promote
+
+    def shared_memory(self, head_dim: int, value_dim: int, packed: bool = False) -> int:
+        """Bytes: `SharedLayout` of shared_tiles.cuh.  Padded dimensions."""
+
+        def pattern(nbytes: int) -> int:
+            return -(-nbytes // 1024) * 1024
+
+        span = key_span(head_dim // 2)
+        key_row = -(-head_dim // span) * span
+        tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
+        tiles += self.stages * -(-self.block_keys // SLAB_KEYS) * SLAB_KEYS * value_dim
+        return tiles + 16 * (self.consumers + 2 * self.stages + 2 + 1) + 2 * 12
+
+    __str__ = HopperTiles.__str__
+
+
+def choose_e4m3_tiles(
+    queries: int, batch_heads: int, head_dim: int, value_dim: int, has_limits: bool, device: DeviceInfo
+) -> E4m3Tiles:
+    """Tiles for padded head dimensions.  has_limits: causal or windowed.
+
+    Keys a tile depend on nothing: they decide the order of sums, and a row's result must not change with the batch
+    beside it.
+    """
+    tiles = E4m3Tiles(2 if queries > 64 else 1, 128, 3 if max(head_dim, value_dim) <= 128 else 2)
+    assert tiles.shared_memory(head_dim, value_dim) <= device.shared_memory_per_block
+    rounds = math.ceil(queries / tiles.block_rows) * batch_heads / device.sm_count
+    if rounds <= 1:
+        return tiles
+    # The launch that turns the values zeroes the counter too, so drawing numbers costs no launch of its own.
+    return replace(tiles, schedule="dynamic" if has_limits or rounds > 4 else "fixed")

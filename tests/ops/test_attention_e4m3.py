@@ -1,0 +1,295 @@
+"""Attention of e4m3 codes with descales: the Hopper kernel and the generic one against the float64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cki
+from cki import dtypes, reference
+from cki.device import sim_device
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from cki.heuristics.attention_e4m3 import E4m3Tiles
+from cki.heuristics.attention_hopper import HopperTiles
+from cki.operand import dense
+from cki.ops.attention import ATTENTION, OPTIONS, plan_attention
+from cki.ops.attention_e4m3 import Descales, descales_of, values_workspace
+from cki.ops.attention_hopper import workspace_of
+from cki.ops.call import call
+from cki.plan import Plan
+from cki.reference.attention import visible_keys
+from tests.compare import assert_close
+from tests.ops.attention_cases import BF16, F16, F32, normal
+from tests.orders import every_check, orders
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+#: Two warpgroups that take turns, rings of two stages that are walked through often.
+SMALL = E4m3Tiles(2, 32)
+_specs: dict[E4m3Tiles, Any] = {}
+
+
+def spec_of(tiles: E4m3Tiles) -> Any:
+    """cki.attention's operation with the Hopper kernel and these tiles, on a device of one SM."""
+
+    def plan(problem: Any, outputs: Any, device: Any) -> Plan:
+        device = dataclasses.replace(device, sm_count=1)
+        options = {n: problem.attribute(n) for n in OPTIONS if n != "deterministic"}
+        tensors = {n: problem.get(n) for n in ("sinks", "alibi_slopes")}
+        steps = plan_attention(
+            problem["q"], problem["k"], problem["v"], outputs["out"], lse=outputs["lse"], device=device, tiles=tiles,
+            descales=descales_of(problem), **options, **tensors,
+        )  # fmt: skip
+        return Plan(steps, (*workspace_of(steps), *values_workspace(steps)))
+
+    return _specs.setdefault(tiles, dataclasses.replace(ATTENTION, plan=plan))
+
+
+def codes(
+    queries: int, keys: int, heads: int = 2, kv_heads: int = 1, dim: int = 32, value_dim: int = 0, batch: int = 1,
+    seed: int = 0,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:  # fmt: skip
+    """(q, k and v, their descales): codes that use the range of e4m3, of numbers of about 1.5 (v: 1)."""
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "q": (batch, queries, heads, dim), "k": (batch, keys, kv_heads, dim),
+        "v": (batch, keys, kv_heads, value_dim or dim),
+    }  # fmt: skip
+    tensors, descales = {}, {}
+    for name, shape in shapes.items():
+        scale = rng.uniform(0.008, 0.02, (batch, kv_heads)).astype(np.float32)
+        per_head = np.repeat(scale, shape[2] // kv_heads, axis=1)[:, None, :, None]
+        values = rng.standard_normal(shape) * (1.0 if name == "v" else 1.5) / per_head
+        tensors[name] = np.clip(values, -448, 448).astype(E4M3)
+        descales[f"{name}_descale"] = scale
+    return tensors, descales
+
+
+def plain(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, q_descale: Any, k_descale: Any, v_descale: Any, out_dtype: str,
+    causal: bool = False, causal_alignment: str = "bottom_right", scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Any = None, alibi_slopes: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(out, lse) in fp32 with whole matrices, the exponentials rounded to e4m3 for the product with the codes of v."""
+    batch, queries, heads, dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    of_q, of_k, of_v = (
+        np.repeat(np.broadcast_to(d, (batch, kv_heads)), group, axis=1)[:, :, None, None]
+        for d in (q_descale, k_descale, v_descale)
+    )
+    q, k, v = (t.astype(np.float32) for t in (q, k, v))
+    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
+    logits = np.einsum("bihd,bjhd->bhij", q, k) * (of_q * of_k)
+    logits *= np.float32(1.0 / math.sqrt(dim) if scale is None else scale)
+    if softcap > 0:
+        logits = np.float32(softcap) * np.tanh(logits / np.float32(softcap))
+    visible, position = visible_keys(queries, keys, causal, causal_alignment, window)
+    if alibi_slopes is not None:
+        logits -= alibi_slopes[:, None, None] * np.abs(position[:, None] - np.arange(keys)).astype(np.float32)
+    logits = np.where(visible, logits, np.float32(-np.inf))
+    largest = logits.max(axis=-1, initial=-np.inf)
+    if sinks is not None:
+        largest = np.maximum(largest, sinks[:, None])
+    subtract = np.where(np.isfinite(largest), largest, np.float32(0.0))
+    weights = np.exp(logits - subtract[..., None])
+    total = weights.sum(axis=-1, dtype=np.float32)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None] - subtract)
+    with np.errstate(divide="ignore"):
+        lse = np.where(total > 0, subtract + np.log(total), np.float32(-np.inf))
+    hidden = ~visible.any(axis=0)
+    v = np.where(hidden[:, None, None], np.float32(0.0), v)
+    out = np.einsum("bhij,bjhd->bhid", weights.astype(E4M3).astype(np.float32), v)
+    out = out / np.where(total > 0, total, np.float32(1.0))[..., None] * of_v
+    return out.transpose(0, 2, 1, 3).astype({"bf16": BF16, "f16": F16}[out_dtype]), lse
+
+
+def check(
+    device: Any, case: tuple[dict[str, np.ndarray], dict[str, np.ndarray]], tiles: E4m3Tiles | None = None,
+    given: dict[str, Any] | None = None, out_dtype: str = "bf16", **options: Any,
+) -> np.ndarray:  # fmt: skip
+    """Runs e4m3 attention, with tiles the Hopper kernel, and holds out and lse against the bound; returns out."""
+    tensors, descales = case
+    on_device = {n: device.array(t) for n, t in {**tensors, **descales}.items()} | (given or {})
+    extra = {n: device.array(t) if isinstance(t, np.ndarray) else t for n, t in options.items()}
+    if tiles is None:
+        got, lse = cki.attention(**on_device, **extra, out_dtype=out_dtype, return_lse=True)
+    else:
+        named = {**on_device, **extra, "return_lse": True, "out_dtype": out_dtype}
+        inputs = tuple(named.get(item.name) for item in ATTENTION.inputs)
+        attributes = tuple(named.get(item.name, item.default) for item in ATTENTION.attributes)
+        got, lse = call(spec_of(tiles), inputs, attributes, (None, None))
+    truth, true_lse = reference.attention(**tensors, **descales, **options, return_lse=True)
+    plain_out, plain_lse = plain(**tensors, **descales, out_dtype=out_dtype, **options)
+    result = device.numpy(got)
+    assert result.dtype == plain_out.dtype
+    assert_close(result, truth, plain_out, "out")
+    assert_close(device.numpy(lse), true_lse, plain_lse, "lse")
+    return result
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (31, 33), (63, 65), (65, 15), (129, 129), (200, 300)])
+def test_sizes(device, queries, keys, causal):
+    check(device, codes(queries, keys), SMALL, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule", "consumers", "causal"),
+    [(0, "dynamic", 2, True), (1, "single", 2, True), (2, "fixed", 1, False)],
+)
+def test_rings_and_turns_under_every_check(device, case, schedule, consumers, causal):
+    """Rings of two stages walked through more than twice, several tiles of queries a block where it persists."""
+    tensors = codes(64 * consumers + 10, 150, heads=3, dim=16)
+    tiles = E4m3Tiles(consumers, 32, schedule=schedule)
+    for seed in orders(device, case):
+        with every_check(device, seed):
+            check(device, tensors, tiles, causal=causal)
+
+
+# Rows of 32, 64 and 128 bytes and more, a value dimension of its own; sums promoted and not.
+@pytest.mark.parametrize(
+    ("dim", "value_dim"), [(16, 16), (48, 64), (64, 48), (80, 112), (128, 128), (144, 32), (192, 128), (256, 256)]
+)  # fmt: skip
+def test_head_dims(device, dim, value_dim):
+    check(device, codes(70, 150, dim=dim, value_dim=value_dim), E4m3Tiles(2, 128), causal=True)
+
+
+@pytest.mark.parametrize(
+    "tiles", [E4m3Tiles(2, 192, 2, promote=False), E4m3Tiles(2, 96, 4), E4m3Tiles(1, 224)]
+)
+def test_tiles(device, tiles):
+    check(device, codes(150, 500, dim=64), tiles)
+    check(device, codes(150, 500, dim=64), tiles, causal=True)
+
+
+@pytest.mark.parametrize("tiles", [None, SMALL])
+def test_groups_and_batches(device, tiles):
+    """Each batch and KV head has its own descales."""
+    check(device, codes(70, 70, heads=6, kv_heads=2, batch=3, seed=1), tiles, causal=True, out_dtype="f16")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.0}, {"scale": -0.4}, {"scale": 3.0}, {"softcap": 2.0, "causal": True},
+        {"sinks": np.array([1.0, -2.0], np.float32)}, {"window": (40, 3)},
+        {"window": (5, -1), "causal_alignment": "top_left"},
+        {"alibi_slopes": np.array([0.5, 0.03], np.float32), "window": (60, 10)},
+    ],
+    ids=lambda options: " ".join(options),
+)  # fmt: skip
+@pytest.mark.parametrize("tiles", [None, SMALL])
+def test_features(device, options, tiles):
+    queries = 40 if tiles is None else 100  # few take the generic kernel
+    check(device, codes(queries, 150, dim=16), tiles, **options)
+
+
+def test_more_queries_than_keys(device):
+    out = check(device, codes(300, 70, dim=16), SMALL, causal=True)
+    assert not out[:, : 300 - 70].any()
+
+
+@pytest.mark.parametrize("tiles", [None, SMALL])
+def test_only_queries_that_see_a_nan_get_it(device, tiles):
+    tensors, descales = codes(50 if tiles is None else 140, 150, dim=16)
+    tensors["k"].view(np.uint8)[0, 149] = tensors["v"].view(np.uint8)[0, 120, 0, 3] = 0x7F
+    options = {"window": (20, 10)}
+    truth = reference.attention(**tensors, **descales, **options)
+    assert np.isnan(truth).any() and not np.isnan(truth).all()
+    on_device = {n: device.array(t) for n, t in {**tensors, **descales}.items()}
+    inputs = tuple(on_device.get(item.name) for item in ATTENTION.inputs)
+    spec = ATTENTION if tiles is None else spec_of(tiles)
+    named = {**options, "return_lse": True}
+    attributes = tuple(named.get(item.name, item.default) for item in ATTENTION.attributes)
+    out = device.numpy(call(spec, inputs, attributes, (None, None))[0])
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(truth))
+    finite = np.isfinite(truth)
+    assert np.max(np.abs(out.astype(np.float64)[finite] - truth[finite])) < 0.1
+
+
+def test_large_codes_take_the_other_form_of_the_exponent(device):
+    tensors, descales = codes(70, 100, dim=64)
+    descales["q_descale"] = descales["q_descale"] * np.float32(3000)
+    check(device, (tensors, descales), SMALL)
+
+
+@pytest.mark.parametrize("dim", [5, 34, 20, 8])
+def test_rows_of_any_size_take_the_generic_kernel(device, dim):
+    """Copies of 1, 2, 4 and 8 bytes."""
+    check(device, codes(20, 75, dim=dim), causal=True)
+
+
+def test_bytes_layouts_and_bias_in_the_generic_kernel(device):
+    """uint8 with the bits of e4m3, heads before tokens in memory, one descale for all batches, a bias and dropout."""
+    tensors, descales = codes(40, 60, heads=4, kv_heads=2, batch=2)
+    descales = {n: t[0] for n, t in descales.items()}
+    given = {
+        n: device.array(np.ascontiguousarray(t.transpose(0, 2, 1, 3)).view(np.uint8)).transpose(0, 2, 1, 3)
+        for n, t in tensors.items()
+    }
+    check(device, (tensors, descales), given=given)
+    bias = normal((1, 4, 40, 60), F32, 3)
+    options = {"bias": bias, "dropout_p": 0.3, "dropout_seed": np.array([3]), "dropout_offset": np.array([4])}
+    on_device = {n: device.array(t) for n, t in {**tensors, **descales}.items()}
+    on_device |= {n: device.array(t) if isinstance(t, np.ndarray) else t for n, t in options.items()}
+    out = device.numpy(cki.attention(**on_device)).astype(np.float64)
+    truth = reference.attention(**tensors, **descales, **options)
+    assert np.max(np.abs(out - truth)) < 0.02 * np.max(np.abs(truth))
+
+
+def test_a_batch_alone_has_its_bits(device):
+    tensors, descales = codes(150, 200, heads=2, batch=2)
+    options = {"causal": True, "causal_alignment": "top_left"}
+    both = check(device, (tensors, descales), SMALL, **options)
+    alone = {n: t[:1] for n, t in tensors.items()}, {n: t[:1] for n, t in descales.items()}
+    np.testing.assert_array_equal(check(device, alone, SMALL, **options)[0], both[0])
+
+
+def plan(device: Any, shape: tuple[int, ...] = (2, 512, 8, 128), **options: Any) -> Any:
+    q, k, v = (dense(n, shape, dtypes.e4m3) for n in "qkv")
+    scale = dense("descale", (shape[2],), dtypes.f32)
+    return plan_attention(
+        q,
+        k,
+        v,
+        dense("out", shape, dtypes.bf16),
+        device=device,
+        descales=Descales(scale, scale, scale),
+        **options,
+    )
+
+
+def test_which_kernel():
+    hopper, ampere = sim_device("sm_90a"), sim_device("sm_80")
+    assert [step.kernel.entry for step in plan(hopper)] == ["transpose_e4m3_values", "attention_e4m3"]
+    for steps in (plan(ampere), plan(hopper, (2, 512, 8, 40)), plan(hopper, (2, 32, 8, 128))):
+        assert [step.kernel.entry for step in steps] == ["attention"]
+    mask = dense("mask", (1, 1, 512, 512), dtypes.bool_)
+    assert [step.kernel.entry for step in plan(hopper, mask=mask)] == ["attention"]
+    with pytest.raises(UnsupportedError, match="multiple of 16"):
+        plan(hopper, (2, 512, 8, 40), tiles=E4m3Tiles(2, 128))
+    assert E4m3Tiles(2, 128).shared_memory(128, 128) < HopperTiles(2, 128).shared_memory(128, 128)
+
+
+def test_every_broken_rule_is_named(device):
+    tensors, descales = codes(4, 4, batch=2)
+    good = {n: device.array(t) for n, t in {**tensors, **descales}.items()}
+    half = device.array(normal((2, 4, 2, 32), F16, 1))
+    with pytest.raises(InvalidArgumentError, match=r"out_dtype is 'f32'[\s\S]*without k_descale, v_descale"):
+        cki.attention(good["q"], good["k"], good["v"], q_descale=good["q_descale"], out_dtype="f32")
+    with pytest.raises(InvalidArgumentError, match=r"k_descale has shape \(2,\)"):
+        cki.attention(**{**good, "k_descale": device.array(np.ones(2, np.float32))})
+    with pytest.raises(InvalidTypeError, match=r"v_descale is f16"):
+        cki.attention(**{**good, "v_descale": device.array(np.ones((2, 1), np.float16))})
+    with pytest.raises(InvalidTypeError, match=r"k has dtype f16[\s\S]*q has dtype e4m3, k has dtype f16"):
+        cki.attention(**{**good, "k": half[:, :, :1]})
+    with pytest.raises(InvalidArgumentError, match=r"q_descale beside q of dtype f16"):
+        cki.attention(half, half, half, q_descale=good["q_descale"])
+    with pytest.raises(InvalidArgumentError, match=r"out_dtype is 'bf16' beside q of dtype f16"):
+        cki.attention(half, half, half, out_dtype="bf16")
