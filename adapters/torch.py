@@ -21,6 +21,7 @@ from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
 from cki.adapters.torch_attention import scaled_dot_product_attention as scaled_dot_product_attention
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
+from cki.generated import Expression
 from cki.ops.match import Guard, Likeness
 from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
@@ -85,7 +86,7 @@ class TorchAdapter(Adapter):
         }  # fmt: skip
         # Sparse tensors and those of torch.func have no address and raise RuntimeError.
         errors = (AttributeError, RuntimeError)
-        return Guard("{t}.data_ptr()", "{p} and not {p} & 15", tuple(conditions), constants, errors)
+        return Guard("{t}.data_ptr()", tuple(conditions), constants, errors)
 
     def likeness(self, examples: Sequence[torch.Tensor]) -> Likeness | None:
         # One call into torch for all tensors: class, dispatch keys (which tell layouts, lazy views and wrappers),
@@ -170,26 +171,29 @@ class TorchAdapter(Adapter):
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
             return torch.empty(shape, dtype=torch_dtype, device=device)
 
-    def allocator(
-        self, shape: tuple[int, ...], dtype: DType, device: DeviceId
-    ) -> Callable[[Any], torch.Tensor]:
+    def allocation(self, shape: tuple[int, ...], dtype: DType, device: DeviceId) -> Expression:
         torch_dtype, strides = _to_torch(dtype), contiguous_strides(shape)
+        constants = {"shape": shape, "strides": strides, "dtype": torch_dtype}
         direct = _direct_empty(device, shape, strides, torch_dtype)
         if direct is not None:
-            return lambda like: direct(shape, strides, torch_dtype)
+            return Expression("{empty}({shape}, {strides}, {dtype})", {"empty": direct, **constants})
         # A third of the time of torch.empty, which reads its arguments by name.
-        empty_strided = torch.empty_strided
-
-        def allocate(like: torch.Tensor) -> torch.Tensor:
-            return empty_strided(shape, strides, dtype=torch_dtype, device=like.device)
-
-        return allocate
+        text = "{empty}({shape}, {strides}, dtype={dtype}, device={like}.device)"
+        return Expression(text, {"empty": torch.empty_strided, **constants})
 
     def pointer(self, output: torch.Tensor) -> int:
         return output.data_ptr()  # type: ignore[no-any-return]
 
+    def address(self) -> Expression:
+        return Expression("{t}.data_ptr()", {})
+
     def stream(self, device_index: int) -> int:
         return self.stream_reader(device_index)()
+
+    def current_stream(self, device_index: int) -> Expression:
+        if _current_raw_stream is None or device_index < 0:
+            return Expression("0", {})
+        return Expression("{stream}({index})", {"stream": _current_raw_stream, "index": device_index})
 
     def stream_reader(self, device_index: int) -> Callable[[], int]:
         if _current_raw_stream is None or device_index < 0:

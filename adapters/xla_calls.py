@@ -159,7 +159,7 @@ class Prepared:
         self.aliases = tuple((place, self.num_outputs + n) for n, place in enumerate(call.written()))
         self._offsets: list[int] = []
         self.workspace = 0
-        self._launch: Callable[[list[int], int], None] | None = None
+        self._launch: Callable[..., None] | None = None
         if bound.plan is not None:
             names = [
                 *given,
@@ -173,7 +173,7 @@ class Prepared:
             executable = prepare(bound.plan, bound.device, names, sizes)
             # Many launches become one graph where the framework's allocator gives the same memory again and again.
             is_long = len(bound.plan.steps) >= _GRAPH_STEPS
-            self._launch = executable.repeated() if is_long else executable.launch
+            self._launch = executable.launcher(repeated=is_long)
 
     def _place_workspace(self, sizes: Sequence[int]) -> None:
         """One result of the XLA call holds all slots, each aligned whatever XLA's alignment is."""
@@ -195,7 +195,7 @@ class Prepared:
         if self._offsets:
             base = -(-results[-1] // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
             pointers += [base + offset for offset in self._offsets]
-        self._launch(pointers, invocation.stream)
+        self._launch(invocation.stream, *pointers)
 
 
 def _view(shape: tuple[int, ...], dtype: dtypes.DType, place: DeviceId, address: int) -> TensorView:

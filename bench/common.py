@@ -4,7 +4,7 @@ How a time is taken.  Kernel time is measured by CUDA events around replays of a
 many calls, so that the host's launch cost is not in it; the calls walk through several copies of the inputs
 that together are larger than the L2 cache, so that every call reads from device memory.  The median over
 replays is the figure, with the 10th and 90th percentile beside it.  Host cost is a plain loop on the wall
-clock (`host_time`).
+clock (`host_times`).
 
 A benchmark script is `bench/<family>.py`: it says `import common` and runs by itself, builds rows with `row(...)`
 and ends with `write_csv("<family>", rows)`, which adds the environment to each row.  `bench/run.py` runs all.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import gc
 import importlib.metadata
 import os
 import platform
@@ -30,11 +31,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class Timing(NamedTuple):
-    """Microseconds a call: median, 10th and 90th percentile over replays."""
+    """Microseconds a call: median, 10th and 90th percentile over replays, and the least where that is asked for."""
 
     median_us: float
     p10_us: float
     p90_us: float
+    best_us: float | None = None
 
 
 def require_gpu() -> None:
@@ -226,33 +228,61 @@ class _TorchGraph:
         return float(self.start.elapsed_time(self.stop)) * 1e3
 
 
-def host_time(
-    call: Callable[[], object],
+def host_times(
+    variants: Mapping[str, Callable[[], object]],
     *,
-    calls: int = 200,
-    repeats: int = 30,
+    calls: int = 50,
+    repeats: int = 100,
     synchronize: Callable[[], object] | None = None,
-) -> Timing:
-    """Host microseconds of `call()` in a steady-state loop.
+) -> dict[str, Timing]:
+    """Host microseconds of each call in a steady state: what the thread that calls is busy for.
 
-    calls: calls in one timed loop, few enough that the device's launch queue (about 1000) never fills.
-    synchronize: drains the device between loops, outside the timed part; default: CuPy's device synchronize.
+    calls: calls in one timed loop, few enough that the device's launch queue (about 1000 launches) never fills: a full
+    queue makes the host wait.  repeats: loops of each variant, one a round in turn, so that drift of the host's clock
+    hits all alike.  synchronize: drains the device before each loop, outside the timed part; default: CuPy's.
+    Garbage is collected before and not while a loop is timed.
     """
     if synchronize is None:
         import cupy
 
         synchronize = cupy.cuda.Device().synchronize
-    for _ in range(calls):
-        call()
-    samples = []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+    for call in variants.values():
+        for _ in range(2 * calls):
             call()
-        samples.append((time.perf_counter() - start) / calls * 1e6)
-    synchronize()
-    return summary(samples)
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for name, call in variants.items():
+                for _ in range(5):  # the caches are another variant's
+                    call()
+                synchronize()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    call()
+                samples[name].append((time.perf_counter() - start) / calls * 1e6)
+            gc.collect(0)
+    finally:
+        synchronize()
+        if collects:
+            gc.enable()
+    return {name: summary(values)._replace(best_us=min(values)) for name, values in samples.items()}
+
+
+def host_time(call: Callable[[], object], **options: Any) -> Timing:
+    """`host_times` of one call."""
+    return host_times({"": call}, **options)[""]
+
+
+def _call_python() -> None:
+    """Nothing, by a function of Python's."""
+
+
+def python_call_us() -> float:
+    """Microseconds of an empty call on this host, in the loop of `host_times`: what tells one host from another."""
+    return host_time(_call_python, calls=1000, repeats=30, synchronize=_call_python).best_us or 0.0
 
 
 def copy_rate(nbytes: int = 1 << 28) -> float:
@@ -304,6 +334,8 @@ def row(
         "gb_per_s": "" if nbytes is None else round(nbytes / measured.median_us / 1e3, 1),
         "tflop_per_s": "" if flops is None else round(flops / measured.median_us / 1e6, 2),
     }
+    if measured.best_us is not None:
+        line["best_us"] = round(measured.best_us, 3)
     line.update(extra)
     return line
 

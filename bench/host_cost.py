@@ -6,7 +6,8 @@ The tensors are small (2 x 16 tokens of width 1024, bf16), so that the device is
 what Python, the framework, CKI and the driver take to enqueue a call.  "small op" is a multiplication by two in the
 same mode.  `limit_us` is the project's budget: 10 us for a call in eager PyTorch; in TensorFlow, above the small op,
 45 us in eager mode and 100 us in a tf.function.  Frameworks that are not installed, or see no GPU, are named and left
-out.  Method: wall clock of loops of 200 calls (bench/common.py, `host_time`): median and 90th percentile of loops.
+out.  Method: that of bench/launch_cost.py, loops of 50 calls, the queue drained before each, all cases in turn
+(bench/common.py, `host_times`); `python_call_us` is an empty call of Python's, by which hosts can be compared.
 """
 
 from __future__ import annotations
@@ -129,8 +130,11 @@ def measure(framework: str) -> list[dict[str, object]]:
     """Rows of one framework."""
     rows, small_us = [], 0.0
     dtype = "f16" if framework == "cupy" else "bf16"
-    for case in MAKERS[framework]():
-        timing = common.host_time(case.call)
+    cases = list(MAKERS[framework]())
+    timings = common.host_times({f"{case.mode}: {case.name}": case.call for case in cases})
+    python_us = round(common.python_call_us(), 4)
+    for case in cases:
+        timing = timings[f"{case.mode}: {case.name}"]
         if case.name == "small op":
             small_us = timing.median_us
         above = timing.median_us - small_us
@@ -140,6 +144,7 @@ def measure(framework: str) -> list[dict[str, object]]:
             version=sys.modules[framework].__version__, above_small_us=round(above, 2),
             limit_us="" if case.limit_us is None else case.limit_us,
             within_limit="" if case.limit_us is None else ("yes" if spent <= case.limit_us else "NO"),
+            python_call_us=python_us,
         ))  # fmt: skip
     return rows
 

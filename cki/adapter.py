@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError
+from cki.generated import Expression
 from cki.tensor import DeviceId, TensorView, contiguous_strides
 
 if TYPE_CHECKING:
@@ -90,17 +91,29 @@ class Adapter(ABC):
         memory is then safe to use on it.  Aligned to 64 bytes on the CPU and 256 on a GPU.
         """
 
-    def allocator(self, shape: tuple[int, ...], dtype: DType, device: DeviceId) -> Callable[[Any], Any]:
-        """`empty` for one kind of output on the current stream: a function of `like`, which is on that device."""
-        return lambda like: self.empty(shape, dtype, like)
+    def allocation(self, shape: tuple[int, ...], dtype: DType, device: DeviceId) -> Expression:
+        """`empty` for one kind of output on the current stream; `{like}` is an input, which is on that device."""
+        return Expression(
+            "{empty}({shape}, {dtype}, {like})", {"empty": self.empty, "shape": shape, "dtype": dtype}
+        )
 
     @abstractmethod
     def pointer(self, output: Any) -> int:
         """The address of what `empty` returned."""
 
+    def address(self) -> Expression:
+        """`pointer` of the output `{t}`."""
+        return Expression("{pointer}({t})", {"pointer": self.pointer})
+
     @abstractmethod
     def stream(self, device_index: int) -> int:
         """Handle of the caller's current stream on a GPU (0: the legacy default stream; also 0 on the CPU)."""
+
+    def current_stream(self, device_index: int) -> Expression:
+        """`stream` of one device; -1 for the CPU."""
+        if device_index < 0:
+            return Expression("0", {})
+        return Expression("{stream}({index})", {"stream": self.stream, "index": device_index})
 
     def stream_reader(self, device_index: int) -> Callable[[], int]:
         """`stream` of one device, as a function that may be kept.  device_index: -1 for the CPU."""

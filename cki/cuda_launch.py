@@ -1,13 +1,13 @@
 """Plans on a GPU: launches with everything but addresses and stream prepared.
 
-Cost of a launch: one `struct.pack_into` of the addresses, then for each step one call into the driver.  Steps that need
-no launch attribute go through CuPy's `launchKernel` (0.13 us above the driver), the others through
-`cuLaunchKernelEx` of cuda.bindings (0.33 us), with a configuration object that is touched only when the stream changes.
+A plan's launch is one generated function of straight-line code: `launch(stream, p0, p1, ...)` writes the addresses with
+one `struct.pack_into` and then calls the driver once a step.  Steps that need no launch attribute go through CuPy's
+`launchKernel` (0.09 us above the driver), the others through `cuLaunchKernelEx` of cuda.bindings, with a configuration
+object that is touched only when the stream changes.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -24,39 +24,9 @@ from cki.plan import Plan, Step
 _INFO = logging.INFO
 _is_logging = log.logger.isEnabledFor
 
-
-#: (stream, address of the parameters' addresses, 0) -> one launch; raises CUDADriverError.
-Launcher = Callable[[int, int, int], None]
-
-
-class _LaunchBlock:
-    """Argument memory and launchers: what one call at a time may change."""
-
-    __slots__ = ("_arguments", "fill", "has_addresses_only", "launches", "memory", "pack_into")
-
-    def __init__(self, arguments: ArgumentBlock, launchers: Sequence[Launcher]) -> None:
-        self.fill = arguments.fill
-        self.pack_into, self.memory = arguments.pack_into, arguments.memory
-        self.has_addresses_only = arguments.has_addresses_only
-        self.launches = tuple(zip(launchers, arguments.parameters))
-        self._arguments = arguments  # owns the memory
-
-
-class _ExtendedLauncher:
-    """A launch with attributes: clusters, programmatic or cooperative launch."""
-
-    __slots__ = ("_config", "_function", "_launch", "_stream")
-
-    def __init__(self, api: Any, config: Any, function: Any) -> None:
-        self._launch = api.cuLaunchKernelEx
-        self._config, self._function, self._stream = config, function, 0
-
-    def __call__(self, stream: int, parameters: int, extra: int) -> None:
-        if stream != self._stream:
-            self._config.hStream = self._stream = stream
-        (status,) = self._launch(self._config, self._function, parameters, extra)
-        if status:
-            raise CUDADriverError(int(status))
+#: What one call at a time may change: the address words, the block that owns them, and for each step the address of
+#: its parameters' addresses, or a function of the stream that launches it.
+_LaunchBlock = tuple[Any, ...]
 
 
 class CudaExecutable(Executable):
@@ -66,26 +36,77 @@ class CudaExecutable(Executable):
         super().__init__(plan, device, slots)
         self._api = driver.api()
         self._layout = lay_out(plan, slots)
-        self._functions = [self._load(step) for step in plan.steps]
+        self.functions = [self._load(step) for step in plan.steps]
         self._free: list[_LaunchBlock] = []
         self._many_devices = driver.device_count() > 1
+        self._straight = self.launcher()
 
     def _load(self, step: Step) -> Any:
         key, compiled = cache.get(step.kernel, driver.native_arch(self.device.index))
         blocks = step.cluster[0] * step.cluster[1] * step.cluster[2]
         return driver.kernel_handle(key, compiled.cubin, step.kernel.entry, self.device, step.smem, blocks)
 
+    def statements(
+        self, names: dict[str, Any], pointers: Sequence[str], finish: str, repeated: bool = False
+    ) -> list[str]:
+        if repeated:
+            from cki.replay import repeated_statements
+
+            return repeated_statements(self, names, pointers, finish)
+        layout, count = self._layout, len(self.plan.steps)
+        names |= {
+            "is_logging": _is_logging, "log_steps": self.log_steps, "take": self._free.pop, "put": self._free.append,
+            "new_block": self._new_block, "pack_into": ArgumentBlock.packer(layout), "launch_kernel": launchKernel,
+            "DriverError": CUDADriverError, "recover": self._recover,
+        }  # fmt: skip
+
+        def word(address: tuple[int, int]) -> str:
+            slot, offset = address
+            return f"{pointers[slot]} + {offset}" if offset else pointers[slot]
+
+        listed = "".join(f"{pointer}, " for pointer in pointers)
+        prepared = [f"step{index}" for index in range(count)]
+        lines = [f"if is_logging({_INFO}): log_steps()"]
+        if self._many_devices:
+            names |= {"current_device": driver.current_device, "elsewhere": self._launch_elsewhere}
+            lines += [
+                f"if current_device() != {self.device.index}:",
+                f"    elsewhere(({listed}), stream)",
+                f"    {finish}",
+            ]
+        lines += [
+            # list.pop and append are atomic: no lock, and two threads never share a block.
+            "try: block = take()",
+            "except IndexError: block = new_block()",
+            f"memory, arguments, {''.join(f'{step}, ' for step in prepared)} = block",
+            f"pack_into(memory, 0, {', '.join(map(word, layout.addresses))})",
+        ]
+        if layout.maps:
+            mapped = ", ".join(word(address) for _, address, _ in layout.maps)
+            lines.append(f"if arguments.map_addresses != [{mapped}]: arguments.fill_maps(({listed}))")
+        lines += ["try:", "    done = 0"]
+        for index, (step, function) in enumerate(zip(self.plan.steps, self.functions)):
+            if index:
+                lines.append(f"    done = {index}")
+            if self._attributes(step):
+                lines.append(f"    step{index}(stream)")
+            else:
+                geometry = ", ".join(map(str, (*step.grid, *step.block, step.smem)))
+                lines.append(f"    launch_kernel({int(function)}, {geometry}, stream, step{index}, 0)")
+        return [
+            *lines, "except DriverError as error: recover(error, block, done, stream)", "put(block)", finish,
+        ]  # fmt: skip
+
     def _new_block(self) -> _LaunchBlock:
         arguments = ArgumentBlock(self._layout, tensor_map.encode)
-        launchers = [
-            self._launcher(step, function) for step, function in zip(self.plan.steps, self._functions)
-        ]
-        return _LaunchBlock(arguments, launchers)
+        steps = zip(self.plan.steps, self.functions, arguments.parameters)
+        return arguments.memory, arguments, *(self._prepared(*step) for step in steps)
 
-    def _launcher(self, step: Step, function: Any) -> Launcher:
+    def _prepared(self, step: Step, function: Any, parameters: int) -> int | Callable[[int], None]:
+        """A step's part of a block."""
         attributes = self._attributes(step)
         if not attributes:
-            return functools.partial(launchKernel, int(function), *step.grid, *step.block, step.smem)
+            return parameters
         config = self._api.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = step.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = step.block
@@ -93,7 +114,17 @@ class CudaExecutable(Executable):
         config.hStream = 0
         config.attrs = attributes
         config.numAttrs = len(attributes)
-        return _ExtendedLauncher(self._api, config, function)
+        launch_extended, last = self._api.cuLaunchKernelEx, 0
+
+        def launch(stream: int) -> None:
+            nonlocal last
+            if stream != last:
+                config.hStream = last = stream
+            (status,) = launch_extended(config, function, parameters, 0)
+            if status:
+                raise CUDADriverError(int(status))
+
+        return launch
 
     def _attributes(self, step: Step) -> list[Any]:
         api = self._api
@@ -115,47 +146,28 @@ class CudaExecutable(Executable):
         return attributes
 
     def launch(self, pointers: Sequence[int], stream: int) -> None:
-        if _is_logging(_INFO):
-            self.log_steps()
-        # list.pop and append are atomic: no lock, and two threads never share a block.
-        try:
-            block = self._free.pop()
-        except IndexError:
-            block = self._new_block()
-        if block.has_addresses_only:
-            block.pack_into(block.memory, 0, *pointers)
-        else:
-            block.fill(pointers)
-        if self._many_devices and driver.current_device() != self.device.index:
-            with driver.on_device(self.device.index):
-                self._launch(block, stream)
-        else:
-            self._launch(block, stream)
-        self._free.append(block)
+        self._straight(stream, *pointers)
 
-    def repeated(self) -> Callable[[list[int], int], None]:
-        from cki.replay import RepeatedLaunch
+    def _launch_elsewhere(self, pointers: Sequence[int], stream: int) -> None:
+        with driver.on_device(self.device.index):
+            self._straight(stream, *pointers)
 
-        return RepeatedLaunch(self)
-
-    def _launch(self, block: _LaunchBlock, stream: int) -> None:
-        done = 0
-        try:
-            for launch, parameters in block.launches:
-                launch(stream, parameters, 0)
-                done += 1
-        except CUDADriverError as error:
-            if error.status != self._api.CUresult.CUDA_ERROR_INVALID_CONTEXT or driver.current_device() >= 0:
-                self._refuse(error, done)
-        else:
-            return
+    def _recover(self, error: CUDADriverError, block: _LaunchBlock, done: int, stream: int) -> None:
+        """After a refused launch: the rest again, if all that lacks is a context; else LaunchError."""
+        if error.status != self._api.CUresult.CUDA_ERROR_INVALID_CONTEXT or driver.current_device() >= 0:
+            self._refuse(error, done)
         # This thread has not used CUDA yet, so it has no context: give it one for these launches.
         with driver.on_device(self.device.index):
-            for position, (launch, parameters) in enumerate(block.launches[done:], done):
+            for position in range(done, len(self.plan.steps)):
+                step, prepared = self.plan.steps[position], block[2 + position]
                 try:
-                    launch(stream, parameters, 0)
-                except CUDADriverError as error:
-                    self._refuse(error, position)
+                    if callable(prepared):
+                        prepared(stream)
+                    else:
+                        function = int(self.functions[position])
+                        launchKernel(function, *step.grid, *step.block, step.smem, stream, prepared, 0)
+                except CUDADriverError as later:
+                    self._refuse(later, position)
 
     def _refuse(self, error: CUDADriverError, position: int) -> NoReturn:
         status = self._api.CUresult(error.status)

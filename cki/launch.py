@@ -12,12 +12,13 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cki import log, source, tensor_map
 from cki.arguments import ArgumentBlock, lay_out
 from cki.device import DeviceInfo
 from cki.errors import LaunchError
+from cki.generated import define
 from cki.kernel import KernelSpec
 from cki.plan import Plan, Step
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from cki.sim import SimKernel
 
 _INFO = logging.INFO
+
+#: (stream, address of slot 0, address of slot 1, ...) -> all steps launched.
+Launcher = Callable[..., None]
 
 
 class Executable(ABC):
@@ -39,9 +43,24 @@ class Executable(ABC):
     def launch(self, pointers: Sequence[int], stream: int) -> None:
         """Run all steps on `stream`: `pointers` holds a base address for each slot.  Does not wait (CUDA)."""
 
-    def repeated(self) -> Callable[[list[int], int], None]:
-        """`launch` for a caller that often passes the same addresses again."""
-        return self.launch
+    def launcher(self, repeated: bool = False) -> Launcher:
+        """`launch` as a function that may be kept.  repeated: for a caller that often passes the same addresses."""
+        names: dict[str, Any] = {}
+        pointers = [f"p{index}" for index in range(len(self.slots))]
+        body = self.statements(names, pointers, "return", repeated)
+        made: Launcher = define("launch", ", ".join(["stream", *pointers]), body, names)
+        return made
+
+    def statements(
+        self, names: dict[str, Any], pointers: Sequence[str], finish: str, repeated: bool = False
+    ) -> list[str]:
+        """`launch` as source code for a function's end, where the variable `stream` holds the handle.
+
+        names: gets the objects that it refers to.  pointers: the variables of the slots' addresses.  finish: the
+        function's last statement.
+        """
+        names["launch_steps"] = self.launch
+        return [f"launch_steps([{', '.join(pointers)}], stream)", finish]
 
     def log_steps(self) -> None:
         """One line a step: kernel, constants, geometry, reason."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from cupy_backends.cuda.api.runtime import CUDARuntimeError, graphLaunch, streamIsCapturing
@@ -22,7 +23,6 @@ from cki.errors import LaunchError
 from cki.launch import Executable
 
 _INFO = logging.INFO
-_is_logging = log.logger.isEnabledFor
 #: Equal calls in a row before the first recording, which takes about 0.1 ms.  Doubles with each recording.
 _PATIENCE = 8
 
@@ -30,7 +30,7 @@ _PATIENCE = 8
 class ExecutableGraph:
     """An instantiated graph of one call, freed with this object; launches in flight complete."""
 
-    def __init__(self, executable: Executable, pointers: list[int]) -> None:
+    def __init__(self, executable: Executable, pointers: Sequence[int]) -> None:
         api = driver.api()
         self._api = api
         self._index = executable.device.index
@@ -69,60 +69,76 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class RepeatedLaunch:
-    """`launch` of a plan on one GPU, for a caller that often repeats itself.  May run in several threads at once."""
+    """What `repeated_statements` know of one plan's calls so far."""
 
-    __slots__ = ("_executable", "_index", "_known", "_launch", "_many_devices", "_patience", "_repeats")
+    __slots__ = ("_executable", "_index", "_many_devices", "_patience", "_repeats", "known")
 
     def __init__(self, executable: Executable) -> None:
         self._executable = executable
-        self._launch = executable.launch
         self._index = executable.device.index
         self._many_devices = driver.device_count() > 1
         # The last call's addresses, and the graph of it: taken out while a thread launches it.
-        self._known: tuple[list[int], list[ExecutableGraph]] = ([], [])
+        self.known: tuple[tuple[int, ...], list[ExecutableGraph]] = ((), [])
         self._repeats = 0
         self._patience = _PATIENCE
 
-    def __call__(self, pointers: list[int], stream: int) -> None:
-        known, graphs = self._known
-        if pointers != known:
-            self._known = (pointers, [])
+    def observe(self, pointers: tuple[int, ...], stream: int) -> None:
+        """Note a call that had no graph; record one when it is worth it."""
+        if pointers != self.known[0]:
+            self.known = (pointers, [])
             self._repeats = 0
-        elif graphs:
-            try:
-                graph = graphs.pop()
-            except IndexError:  # another thread was faster
-                self._launch(pointers, stream)
-                return
-            try:
-                if self._can_replay(stream):
-                    if _is_logging(_INFO):
-                        self._executable.log_steps()
-                    graphLaunch(graph.handle, stream)
-                    return
-            finally:
-                graphs.append(graph)
-        else:
-            self._repeats += 1
-            if self._repeats >= self._patience and self._can_replay(stream):
-                self._repeats = 0
-                self._patience *= 2
-                self._record(pointers)
-        self._launch(pointers, stream)
+            return
+        self._repeats += 1
+        if self._repeats >= self._patience and self.can_replay(stream):
+            self._repeats = 0
+            self._patience *= 2
+            self._record(pointers)
 
-    def _record(self, pointers: list[int]) -> None:
+    def _record(self, pointers: tuple[int, ...]) -> None:
         try:
-            self._known = (pointers, [ExecutableGraph(self._executable, pointers)])
+            self.known = (pointers, [ExecutableGraph(self._executable, pointers)])
         except (
             Exception
         ) as error:  # a recording only saves time; what is wrong with the launch itself, that says
             self._patience = sys.maxsize
             log.logger.info("a held plan is launched as it is from now on: %s", error)
 
-    def _can_replay(self, stream: int) -> bool:
+    def can_replay(self, stream: int) -> bool:
+        """Whether a graph may be launched on a stream now."""
         if self._many_devices and driver.current_device() != self._index:
             return False
         try:
             return not streamIsCapturing(stream)
-        except CUDARuntimeError:  # the legacy stream, while another one that waits for it is captured
+        except CUDARuntimeError:
             return False
+
+
+def repeated_statements(
+    executable: Executable, names: dict[str, Any], pointers: Sequence[str], finish: str
+) -> list[str]:
+    """`Executable.statements` for a caller that often repeats itself, perhaps in several threads."""
+    history = RepeatedLaunch(executable)
+    names |= {
+        "history": history, "observe": history.observe, "can_replay": history.can_replay, "graph_launch": graphLaunch,
+        "RuntimeRefusal": CUDARuntimeError,
+    }  # fmt: skip
+    # The legacy stream cannot be captured, and one device is always the right one.
+    now = "not stream or can_replay(stream)" if driver.device_count() == 1 else "can_replay(stream)"
+    launch = executable.statements(names, pointers, finish)
+    return [
+        f"pointers = ({''.join(f'{pointer}, ' for pointer in pointers)})",
+        "known_pointers, graphs = history.known",
+        "if pointers == known_pointers and graphs:",
+        "    try: graph = graphs.pop()",
+        "    except IndexError: graph = None",  # another thread was faster
+        "    if graph is not None:",
+        "        try:",
+        f"            if {now}:",
+        f"                if is_logging({_INFO}): log_steps()",
+        "                graph_launch(graph.handle, stream)",
+        f"                {finish}",
+        "        except RuntimeRefusal: pass",  # the plain launch says what is wrong
+        "        finally: graphs.append(graph)",
+        "else: observe(pointers, stream)",
+        *launch,
+    ]

@@ -101,7 +101,7 @@ def test_the_same_tensor_twice_is_recognised_without_the_joint_check():
 
 
 def test_an_error_that_is_not_foreseen_is_not_hidden():
-    match = matcher([Guard("{t}.address()", "{p}", ("{t}.shape == {shape}",), {"shape": (2,)})])
+    match = matcher([Guard("{t}.address()", ("{t}.shape == {shape}",), {"shape": (2,)})])
     with pytest.raises(TypeError):
         match((type("T", (), {"address": 3, "shape": (2,)})(),))
 

@@ -9,6 +9,7 @@ import pytest
 
 import cki
 from cki.errors import LaunchError
+from cki.generated import define
 
 replay = pytest.importorskip("cki.replay")
 
@@ -24,19 +25,28 @@ class Recorder:
         self.capturing = set()
         monkeypatch.setattr(replay.driver, "device_count", lambda: 1)
         monkeypatch.setattr(replay, "ExecutableGraph", self.record)
-        monkeypatch.setattr(replay, "graphLaunch", lambda handle, stream: self.events.append(handle))
+        self.replay = lambda handle, stream: self.events.append(handle)
+        monkeypatch.setattr(replay, "graphLaunch", lambda handle, stream: self.replay(handle, stream))
         monkeypatch.setattr(replay, "streamIsCapturing", lambda stream: stream in self.capturing)
 
     def record(self, executable, pointers):
         self.events.append("record")
         return type("Graph", (), {"handle": ("replay", *pointers)})()
 
-    def launch(self, pointers, stream):
-        self.events.append("launch")
+    def statements(self, names, pointers, finish):
+        names |= {"events": self, "is_logging": lambda level: False, "log_steps": None}
+        return ["events.events.append('launch')", finish]
 
     def take(self):
         events, self.events = self.events, []
         return events
+
+
+def repeated(recorder, count=1):
+    """The function `launch(stream, p0, ...)`."""
+    names, pointers = {}, [f"p{index}" for index in range(count)]
+    body = replay.repeated_statements(recorder, names, pointers, "return")
+    return define("launch", ", ".join(["stream", *pointers]), body, names)
 
 
 @pytest.fixture
@@ -45,51 +55,51 @@ def recorder(monkeypatch):
 
 
 def test_equal_calls_are_recorded_after_a_while_and_then_replayed(recorder):
-    launch = replay.RepeatedLaunch(recorder)
+    launch = repeated(recorder, 2)
     for _ in range(12):
-        launch([1, 2], 7)
+        launch(7, 1, 2)
     assert recorder.take() == ["launch"] * 8 + ["record", "launch"] + [("replay", 1, 2)] * 3
-    launch([1, 3], 7)
-    launch([1, 2], 7)  # the graph went with its addresses
+    launch(7, 1, 3)
+    launch(7, 1, 2)  # the graph went with its addresses
     assert recorder.take() == ["launch"] * 2
 
 
 def test_changing_patterns_are_recorded_ever_more_rarely(recorder):
-    launch = replay.RepeatedLaunch(recorder)
+    launch = repeated(recorder)
     for address in range(40):
         for _ in range(20):
-            launch([address], 0)
+            launch(0, address)
     assert recorder.take().count("record") == 2  # after 8 and after 16 equal calls; 32 never come
 
 
 def test_a_captured_stream_gets_the_launches_themselves(recorder):
-    launch = replay.RepeatedLaunch(recorder)
+    launch = repeated(recorder)
     recorder.capturing.add(5)
     for _ in range(20):
-        launch([1], 5)
+        launch(5, 1)
     assert set(recorder.take()) == {"launch"}
     for _ in range(3):
-        launch([1], 6)
+        launch(6, 1)
     assert recorder.take() == ["record", "launch", ("replay", 1), ("replay", 1)]
-    launch([1], 5)
+    launch(5, 1)
     assert recorder.take() == ["launch"]
 
 
-def test_the_legacy_stream_beside_a_capture_raises_nothing(recorder, monkeypatch):
-    def refuse(stream):
+def test_the_legacy_stream_beside_a_capture_raises_nothing(recorder):
+    def refuse(handle, stream):
         raise replay.CUDARuntimeError(906)
 
-    monkeypatch.setattr(replay, "streamIsCapturing", refuse)
-    launch = replay.RepeatedLaunch(recorder)
+    recorder.replay = refuse
+    launch = repeated(recorder)
     for _ in range(20):
-        launch([1], 0)
-    assert set(recorder.take()) == {"launch"}
+        launch(0, 1)
+    assert set(recorder.take()) == {"launch", "record"}
 
 
-def test_a_graph_in_use_by_another_thread_is_not_waited_for(recorder, monkeypatch):
-    launch = replay.RepeatedLaunch(recorder)
+def test_a_graph_in_use_by_another_thread_is_not_waited_for(recorder):
+    launch = repeated(recorder)
     for _ in range(9):
-        launch([1], 0)
+        launch(0, 1)
     recorder.take()
     inside, go_on = threading.Event(), threading.Event()
 
@@ -98,11 +108,11 @@ def test_a_graph_in_use_by_another_thread_is_not_waited_for(recorder, monkeypatc
         go_on.wait(10)
         recorder.events.append(handle)
 
-    monkeypatch.setattr(replay, "graphLaunch", slow)
-    other = threading.Thread(target=launch, args=([1], 0))
+    recorder.replay = slow
+    other = threading.Thread(target=launch, args=(0, 1))
     other.start()
     assert inside.wait(10)
-    launch([1], 0)
+    launch(0, 1)
     go_on.set()
     other.join()
     assert recorder.take() == ["launch", ("replay", 1)]
@@ -114,11 +124,11 @@ def test_what_cannot_be_recorded_is_launched_as_it_is(recorder, monkeypatch):
         raise LaunchError("recording a held plan: CUDA_ERROR_OUT_OF_MEMORY")
 
     monkeypatch.setattr(replay, "ExecutableGraph", fail)
-    launch = replay.RepeatedLaunch(recorder)
+    launch = repeated(recorder)
     for _ in range(40):
-        launch([1], 0)
+        launch(0, 1)
     for _ in range(40):
-        launch([2], 0)
+        launch(0, 2)
     assert recorder.take() == ["launch"] * 8 + ["failed"] + ["launch"] * 72  # and never tried again
 
 

@@ -19,19 +19,17 @@ from cki.adapter import BY_TYPE, Adapter, common_adapter, require_valid, stream_
 from cki.device import _current
 from cki.ops.bind import bind, out_arguments, require_inputs
 from cki.ops.entry import Entry
-from cki.ops.match import Matcher
+from cki.ops.match import Recognition
 from cki.ops.spec import OpSpec
+from cki.ops.steady import steady_call
 
 #: Remembered problems; at the limit the oldest half goes.  An entry takes a few kilobytes.
 _ENTRY_LIMIT = 4096
 #: Problems of one operation that are tried before the key is computed.
-_RECENT_LIMIT = 8
+RECENT_LIMIT = 8
 
 
 _entries: dict[tuple[Any, ...], Entry] = {}
-# By identity of the OpSpec, which its entries keep alive (variants of one operation may share a name): attributes,
-# their kinds, device choice, and the entry's recogniser.  Tuples are replaced, never changed.
-_recent: dict[int, tuple[tuple[tuple[Any, ...], tuple[type, ...], Any, Matcher, Entry], ...]] = {}
 _write_lock = threading.Lock()
 
 
@@ -51,23 +49,14 @@ def call(
     Returns the one output, or a tuple of all, in the caller's type.  Raises InvalidTypeError, InvalidArgumentError,
     DeviceError, UnsupportedError or CompileError before anything is launched, LaunchError when the driver refuses.
     """
-    tensors = inputs + outs
     if stream is None:
-        pointers: list[int] | None = None
-        try:
-            for known_attributes, known_kinds, choice, match, entry in _recent.get(id(spec), ()):  # noqa: B007
-                if known_attributes == attributes and choice is _current.get():
-                    pointers = match(tensors)
-                    if pointers is not None:
-                        if known_kinds != kinds(attributes):
-                            pointers = None
-                        break
-        except Exception:  # an attribute is an array, which compares to no single truth: refused below
-            pointers = None
-        if pointers is not None:
-            return entry.run_matched(pointers, inputs[0], outs)
+        for steady in spec.recent:
+            result = steady(inputs, attributes, outs)
+            if result is not None:
+                return result
     elif stream.__class__ is PlanRequest:
         raise Planned(spec, inputs, attributes, outs)
+    tensors = inputs + outs
     adapter = BY_TYPE.get(type(inputs[0]))
     if adapter is None or not adapter.direct:
         adapter = common_adapter_of(spec, inputs, outs)
@@ -81,7 +70,7 @@ def call(
     entry, pointers = find_entry(spec, adapter, tensors, attributes)
     if entry.overlaps:
         entry.check_overlap(pointers)
-    _remember(entry, tensors, attributes)
+    _remember(entry, inputs, attributes, outs)
     return entry.run(pointers, tensors, outs, stream)
 
 
@@ -103,20 +92,31 @@ def _traced(
 call._torchdynamo_inline = _traced  # type: ignore[attr-defined]
 
 
-def _remember(entry: Entry, tensors: tuple[Any, ...], attributes: tuple[Any, ...]) -> None:
+def _remember(
+    entry: Entry, inputs: tuple[Any, ...], attributes: tuple[Any, ...], outs: tuple[Any, ...]
+) -> None:
     """Try this problem first from now on, if its tensors can be recognised."""
-    key, choice = id(entry.spec), _current.get()
-    if not entry.adapter.direct or any(known is entry for *_, known in _recent.get(key, ())):
+    if not entry.adapter.direct or entry.steady in entry.spec.recent:
         return
-    match = entry.recogniser(tensors)
-    if match is None:
-        return
-    with _write_lock:
-        found = (attributes, kinds(attributes), choice, match, entry)
-        _recent[key] = (found, *_recent.get(key, ()))[:_RECENT_LIMIT]
+    if entry.steady is None:
+        tensors = inputs + outs
+        guards = [None if tensor is None else entry.adapter.guard(tensor) for tensor in tensors]
+        if any(guard is None and tensor is not None for guard, tensor in zip(guards, tensors)):
+            return
+        likeness = entry.adapter.likeness([tensor for tensor in tensors if tensor is not None])
+        entry.steady = steady_call(entry, Recognition(guards, likeness), len(inputs), _frozen(attributes))
+    if entry.steady is not None:
+        with _write_lock:
+            entry.spec.recent.insert(0, entry.steady)
+            del entry.spec.recent[RECENT_LIMIT:]
 
 
-def kinds(attributes: tuple[Any, ...]) -> tuple[type, ...]:
+def _frozen(attributes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Attributes as they are remembered: lists, which may change, as tuples."""
+    return tuple(tuple(value) if value.__class__ is list else value for value in attributes)
+
+
+def _kinds(attributes: tuple[Any, ...]) -> tuple[type, ...]:
     """The types of a call's attributes.  Python takes True, 1 and 1.0 for equal; the rules of an attribute do not."""
     found = (*map(type, attributes),)
     if tuple in found:
@@ -142,7 +142,8 @@ def find_entry(
 ) -> tuple[Entry, list[int]]:
     """The remembered problem, or a new one, and the addresses of the tensors that are not None."""
     pointers: list[int] = []
-    key: list[Any] = [id(spec), _current.get(), adapter, attributes, kinds(attributes)]
+    frozen = _frozen(attributes)
+    key: list[Any] = [id(spec), _current.get(), adapter, frozen, _kinds(frozen)]
     signature = adapter.signature
     first = type(tensors[0])
     for tensor in tensors:
@@ -158,7 +159,7 @@ def find_entry(
         key.append(tensor_key)
     try:
         entry = _entries.get(tuple(key))
-    except TypeError:  # an attribute without a hash: of a wrong type, or a list where a tuple is meant
+    except TypeError:  # an attribute without a hash: of a wrong type
         entry = None
     return entry or _new_entry(spec, adapter, tensors, attributes, key), pointers
 
@@ -172,7 +173,6 @@ def _new_entry(
     entry = Entry(
         spec, adapter, bound, [name for name, t in zip(tensor_names(spec), tensors) if t is not None]
     )
-    key[3] = tuple(tuple(value) if isinstance(value, list) else value for value in attributes)
     if len(_entries) >= _ENTRY_LIMIT:
         with _write_lock:
             for old in list(_entries)[: _ENTRY_LIMIT // 2]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cki import capture_state, driver
@@ -12,12 +12,11 @@ from cki.dtypes import DType, u8
 from cki.errors import InvalidArgumentError
 from cki.launch import Executable, prepare
 from cki.ops.bind import Bound, out_arguments
-from cki.ops.match import Matcher, matcher
 from cki.ops.overlap import OverlapRule, byte_range, overlap_rule
 from cki.ops.spec import OpSpec
 from cki.tensor import DeviceId
 
-_WORKSPACE_ALIGNMENT = 256
+WORKSPACE_ALIGNMENT = 256
 
 
 class Entry:
@@ -27,12 +26,12 @@ class Entry:
     new_outputs: shape and element type of each output that is allocated.
     order: where each result comes from: (True, position among the caller's outs) or (False, n-th new output).
     overlaps: pairs of tensors whose memory must not overlap.
+    steady: its function of `cki.ops.steady`, once there is one.
     """
 
     __slots__ = (
-        "_allocate", "_captured_workspaces", "_is_plain", "_keeps_captured_workspaces", "_recogniser", "_stream_index",
-        "_workspace_nbytes", "_workspace_offsets", "adapter", "current_stream", "device_id", "executable",
-        "new_outputs", "order", "overlaps", "spec",
+        "_captured_workspaces", "_keeps_captured_workspaces", "_read_stream", "adapter", "current_stream", "device_id",
+        "executable", "new_outputs", "order", "overlaps", "spec", "steady", "workspace_nbytes", "workspace_offsets",
     )  # fmt: skip
 
     def __init__(self, spec: OpSpec, adapter: Adapter, bound: Bound, given: Sequence[str]) -> None:
@@ -41,7 +40,7 @@ class Entry:
         self.adapter = adapter
         is_sim = bound.device.kind == "sim"
         self.device_id = DeviceId("cpu") if is_sim else DeviceId("cuda", bound.device.index)
-        self._stream_index = -1 if is_sim else bound.device.index
+        stream_index = -1 if is_sim else bound.device.index
         argument_of = dict(zip(spec.outputs, out_arguments(spec)))
         position = {name: index for index, name in enumerate(given)}
         order: list[tuple[bool, int]] = []
@@ -61,8 +60,8 @@ class Entry:
                 names.append(name)
                 sizes.append(math.prod(output.shape) * output.dtype.itemsize)
         self.order, self.new_outputs = tuple(order), tuple(new)
-        self._workspace_offsets: tuple[int, ...] = ()
-        self._workspace_nbytes = 0
+        self.workspace_offsets: tuple[int, ...] = ()
+        self.workspace_nbytes = 0
         self.executable: Executable | None = None
         if bound.plan is not None:
             names += [slot for slot, _ in bound.plan.workspace]
@@ -70,7 +69,8 @@ class Entry:
             self._place_workspace([nbytes for _, nbytes in bound.plan.workspace])
             self.executable = prepare(bound.plan, bound.device, names, sizes)
         #: The framework's current stream on this problem's device.
-        self.current_stream = adapter.stream_reader(self._stream_index)
+        self.current_stream = adapter.current_stream(stream_index)
+        self._read_stream = adapter.stream_reader(stream_index)
         self.overlaps = tuple(
             (rule.output, rule.other, *rule.output_bytes, *rule.other_bytes, rule)
             for rule in _overlap_rules(spec, bound, position, argument_of)
@@ -79,31 +79,27 @@ class Entry:
         # caller captures by other means than cki.capture, it is kept here for good.
         self._keeps_captured_workspaces = not is_sim and adapter.name != "torch"
         self._captured_workspaces: list[Any] = []
-        self._recogniser: Matcher | None = None
-        # One output and no workspace: what most calls are.
-        self._is_plain = (
-            adapter.direct
-            and self.executable is not None
-            and not self._workspace_nbytes
-            and len(self.order) == 1
-        )
-        self._allocate = (
-            adapter.allocator(*self.new_outputs[0], self.device_id) if len(self.new_outputs) == 1 else None
-        )
+        self.steady: Callable[..., Any] | None = None
 
     def _place_workspace(self, sizes: Sequence[int]) -> None:
         """One allocation holds all slots, each 256-byte aligned whatever the allocator's alignment."""
         total, offsets = 0, []
         for nbytes in sizes:
             offsets.append(total)
-            total += -(-nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-        self._workspace_offsets = tuple(offsets)
-        self._workspace_nbytes = total + _WORKSPACE_ALIGNMENT if total else 0
+            total += -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        self.workspace_offsets = tuple(offsets)
+        self.workspace_nbytes = total + WORKSPACE_ALIGNMENT if total else 0
 
     @property
     def has_workspace(self) -> bool:
         """Whether each call allocates temporary memory."""
-        return self._workspace_nbytes > 0
+        return self.workspace_nbytes > 0
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a call outside captures is allocations and a launch, nothing else."""
+        keeps = self.has_workspace and self._keeps_captured_workspaces
+        return self.adapter.direct and self.executable is not None and not keeps
 
     def check_overlap(self, pointers: list[int]) -> None:
         """Raise InvalidArgumentError when an output lies over another tensor of the call."""
@@ -124,7 +120,7 @@ class Entry:
         adapter = self.adapter
         if stream is None:
             named = None
-            handle = self.current_stream()
+            handle = self._read_stream()
         else:
             named = handle = stream_handle(stream)
         new = []
@@ -135,7 +131,7 @@ class Entry:
         executable = self.executable
         if executable is not None:
             memory = new
-            if self._workspace_nbytes:
+            if self.workspace_nbytes:
                 memory = [*new, self._add_workspace(pointers, tensors[0], named, handle)]
             if capture_state.active:
                 capture_state.launch(executable, pointers, handle, memory)
@@ -149,35 +145,10 @@ class Entry:
             return outs[index] if is_given else new[index]
         return tuple(outs[index] if is_given else new[index] for is_given, index in order)
 
-    def recogniser(self, tensors: Sequence[Any]) -> Matcher | None:
-        """The function that finds the addresses of tensors like these, which are this problem's, or None."""
-        if self._recogniser is None:
-            guards = [None if tensor is None else self.adapter.guard(tensor) for tensor in tensors]
-            if all(guard is not None for guard, tensor in zip(guards, tensors) if tensor is not None):
-                self._recogniser = matcher(
-                    guards, self.adapter.likeness([t for t in tensors if t is not None])
-                )
-        return self._recogniser
-
-    def run_matched(self, pointers: list[int], like: Any, outs: Sequence[Any]) -> Any:
-        """`run` on the current stream, for tensors that were recognised: less to find out."""
-        if self.overlaps:
-            self.check_overlap(pointers)
-        if not self._is_plain or capture_state.active:
-            return self.run(pointers, (like,), outs, None)
-        if self._allocate is None:
-            output = outs[self.order[0][1]]
-        else:
-            output = self._allocate(like)
-            pointers.append(self.adapter.pointer(output))
-        assert self.executable is not None
-        self.executable.launch(pointers, self.current_stream())
-        return output
-
     def _add_workspace(self, pointers: list[int], like: Any, named: int | None, handle: int) -> Any:
-        workspace = self.adapter.empty((self._workspace_nbytes,), u8, like, named)
-        base = -(-self.adapter.pointer(workspace) // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-        pointers += [base + offset for offset in self._workspace_offsets]
+        workspace = self.adapter.empty((self.workspace_nbytes,), u8, like, named)
+        base = -(-self.adapter.pointer(workspace) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        pointers += [base + offset for offset in self.workspace_offsets]
         if (
             self._keeps_captured_workspaces
             and driver.capturing_graph(handle) is not None

@@ -11,19 +11,20 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cki import capture_state
 from cki.adapter import ALIGNMENT, BY_TYPE, Adapter, type_name
 from cki.errors import InvalidArgumentError, InvalidTypeError
+from cki.ops.bind import out_arguments
 from cki.ops.call import Planned, PlanRequest, common_adapter_of, find_entry, tensor_names
 from cki.ops.entry import Entry
-from cki.ops.match import Matcher, matcher
+from cki.ops.match import Recognition
+from cki.ops.steady import ABSENT, held_call
 from cki.tensor import TensorView
 
 
 class HeldPlan:
     """A checked, planned and compiled problem.  May run in several threads at once."""
 
-    __slots__ = ("_entry", "_keys", "_match", "_names", "_num_inputs", "_num_outs", "_planned")
+    __slots__ = ("_entry", "_keys", "_match", "_names", "_num_inputs", "_outputs", "_planned")
 
     def __init__(self, entry: Entry, names: Sequence[str], examples: Sequence[Any], num_inputs: int) -> None:
         """names, examples: of the tensors that are given, inputs first, then outputs."""
@@ -32,46 +33,55 @@ class HeldPlan:
         self._keys = tuple(entry.adapter.signature(example)[1] for example in examples)
         self._planned = tuple(described(entry.adapter.view(example)) for example in examples)
         self._num_inputs = num_inputs
-        self._num_outs = len(self._names) - num_inputs
-        self._match = _recogniser(entry.adapter, examples, self._keys)
+        #: For each output of the operation its place among those given, or None.
+        self._outputs = [self._place(argument) for argument in out_arguments(entry.spec)]
 
-    def function(self) -> Callable[..., Any]:
+    def _place(self, argument: str) -> int | None:
+        outs = self._names[self._num_inputs :]
+        return outs.index(argument) if argument in outs else None
+
+    def function(self, examples: Sequence[Any]) -> Callable[..., Any]:
         """What `hold` returns.  A function: calling an object with `__call__` takes 0.2 us longer."""
-        run, match, entry = self.run, self._match, self._entry
-        if entry.executable is None or entry.new_outputs or self._num_outs != 1 or entry.has_workspace:
+        run, entry = self.run, self._entry
+        recognition = _recognition(entry.adapter, examples)
+        self._match = self._by_signature if recognition is None else recognition.matcher()
+        if recognition is not None and entry.is_direct:
+            return held_call(entry, recognition, self._num_inputs, self._outputs, run)
 
-            def held(*inputs: Any, out: Any = None, stream: Any = None) -> Any:
-                return run(inputs, out, stream)
+        def held(*inputs: Any, out: Any = None, stream: Any = None) -> Any:
+            return run(out, stream, *inputs)
 
-            return held
+        return held
 
-        launch, current_stream = entry.executable.repeated(), entry.current_stream
-
-        def launched(*inputs: Any, out: Any = None, stream: Any = None) -> Any:
-            # With the one output given, a call is nothing but the launch.
-            if stream is None and not capture_state.active:
-                pointers = match((*inputs, out))
-                if pointers is not None:
-                    launch(pointers, current_stream())
-                    return out
-            return run(inputs, out, stream)
-
-        return launched
-
-    def run(self, inputs: tuple[Any, ...], out: Any, stream: Any) -> Any:
+    def run(self, out: Any, stream: Any, *inputs: Any) -> Any:
         """One call.  Raises InvalidArgumentError when a tensor does not match."""
+        inputs = tuple(tensor for tensor in inputs if tensor is not ABSENT)
         outs = () if out is None else out if type(out) is tuple else (out,)
         tensors = inputs + outs
         entry = self._entry
-        if len(inputs) != self._num_inputs or len(outs) != self._num_outs:
+        num_outs = len(self._names) - self._num_inputs
+        if len(inputs) != self._num_inputs or len(outs) != num_outs:
             raise InvalidArgumentError(
-                f"{entry.spec.name}: a held plan of {self._num_inputs} inputs and {self._num_outs} outputs was given "
+                f"{entry.spec.name}: a held plan of {self._num_inputs} inputs and {num_outs} outputs was given "
                 f"{len(inputs)} and {len(outs)}"
             )
         pointers = self._match(tensors)
         if pointers is None:
             raise self._refusal(tensors)
-        return entry.run(pointers, inputs, outs, stream)
+        results = tuple(None if place is None else outs[place] for place in self._outputs)
+        return entry.run(pointers, inputs, results, stream)
+
+    def _by_signature(self, tensors: Sequence[Any]) -> list[int] | None:
+        """The addresses, where no code recognises the tensors."""
+        adapter, pointers = self._entry.adapter, []
+        for tensor, key in zip(tensors, self._keys):
+            if BY_TYPE.get(type(tensor)) is not adapter:
+                return None
+            pointer, found = adapter.signature(tensor)
+            if found != key:
+                return None
+            pointers.append(pointer)
+        return pointers
 
     def _refusal(self, tensors: Sequence[Any]) -> InvalidArgumentError:
         adapter = self._entry.adapter
@@ -100,23 +110,9 @@ def described(view: TensorView) -> str:
     return text
 
 
-def _recogniser(adapter: Adapter, examples: Sequence[Any], keys: Sequence[Any]) -> Matcher:
+def _recognition(adapter: Adapter, examples: Sequence[Any]) -> Recognition | None:
     guards = [adapter.guard(example, trusted=True) for example in examples]
-    if None not in guards:
-        return matcher(guards, adapter.likeness(examples))
-
-    def read(tensors: Sequence[Any]) -> list[int] | None:
-        pointers = []
-        for tensor, key in zip(tensors, keys):
-            if BY_TYPE.get(type(tensor)) is not adapter:
-                return None
-            pointer, found = adapter.signature(tensor)
-            if found != key:
-                return None
-            pointers.append(pointer)
-        return pointers
-
-    return read
+    return None if None in guards else Recognition(guards, adapter.likeness(examples))
 
 
 def _takes_stream(function: Callable[..., Any]) -> bool:
@@ -161,4 +157,5 @@ def hold(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..
     entry, _ = find_entry(spec, adapter, inputs + outs, attributes)
     given = [(name, t) for name, t in zip(tensor_names(spec), inputs + outs) if t is not None]
     num_inputs = sum(t is not None for t in inputs)
-    return HeldPlan(entry, [name for name, _ in given], [t for _, t in given], num_inputs).function()
+    examples = [tensor for _, tensor in given]
+    return HeldPlan(entry, [name for name, _ in given], examples, num_inputs).function(examples)

@@ -4,6 +4,9 @@ A steady-state call spends most of its host time here.  Comparing attributes one
 code takes half the time of building and hashing a key of them (0.4 us a torch tensor).  The code comes from the
 adapter's `guard`, expressions over one tensor; a problem whose tensors have none is found by its key alone.
 A framework that can compare all tensors in one call of its own (`Adapter.likeness`) is asked first.
+
+`Recognition` is that code in pieces, from which `matcher` makes a function of the tensors and `cki.ops.steady` whole
+calls.
 """
 
 from __future__ import annotations
@@ -11,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cki.generated import define
+
 
 class Guard(NamedTuple):
-    """How to compare one tensor with an example.
+    """How to compare one tensor with an example, whose address is a multiple of 16 (as that of what stands for it).
 
-    pointer: an expression of its address.  address: a condition on it.  conditions: expressions that hold for what may
-    stand in its place.  In all, `{t}` is the tensor, `{p}` its address and `{name}` a constant.  errors: what
-    evaluating them on some other object may raise.
+    pointer: an expression of its address.  conditions: expressions that hold for what may stand in its place.  In both,
+    `{t}` is the tensor and `{name}` a constant.  errors: what evaluating them on some other object may raise.
     """
 
     pointer: str
-    address: str
     conditions: tuple[str, ...]
     constants: Mapping[str, object]
     errors: tuple[type[Exception], ...] = (AttributeError,)
@@ -42,47 +45,70 @@ class Likeness(NamedTuple):
 Matcher = Callable[[Sequence[Any]], "list[int] | None"]
 
 
-def matcher(guards: Sequence[Guard | None], likeness: Likeness | None = None) -> Matcher:
-    """The function for tensors in this order; a guard of None stands for a tensor that was left out.
+class Recognition:
+    """Source code that recognises tensors `t0`, `t1`, ... and reads the addresses of those given.
 
-    likeness: of the tensors that are given (`Adapter.likeness`), tried before the conditions.
+    names: what the code refers to.  given: the indices of the tensors that are not None.  pointers: their addresses'
+    variables.
     """
-    names: dict[str, object] = {}
-    given = [index for index, guard in enumerate(guards) if guard is not None]
-    pointers, addresses, conditions = [], [], []
-    for index, guard in enumerate(guards):
-        if guard is None:
-            conditions.append(f"t{index} is None")
-            continue
-        constants = {name: f"{name}{index}" for name in guard.constants}
-        names |= {constants[name]: value for name, value in guard.constants.items()}
-        fields = {"t": f"t{index}", "p": f"p{index}", **constants}
-        pointers.append(f"p{index} = " + guard.pointer.format(**fields))
-        addresses.append(guard.address.format(**fields))
-        conditions += [condition.format(**fields) for condition in guard.conditions]
-    # ValueError: another number of tensors.
-    errors = {ValueError, *(error for guard in guards if guard is not None for error in guard.errors)}
-    names["errors"] = tuple(sorted(errors, key=str))
-    tensors = "".join(f"t{index}, " for index in range(len(guards)))
-    left_out = [f"t{index} is None" for index, guard in enumerate(guards) if guard is None]
-    test = " and ".join(conditions)
-    if likeness is not None:
-        names |= {"alike": likeness.check, "unless": likeness.unless}
+
+    def __init__(self, guards: Sequence[Guard | None], likeness: Likeness | None = None) -> None:
+        """guards: None stands for a tensor left out.  likeness: of those given, tried before the conditions."""
+        self.count = len(guards)
+        self.given = [index for index, guard in enumerate(guards) if guard is not None]
+        self.pointers = [f"p{index}" for index in self.given]
+        self._reads: list[str] = []
+        names: dict[str, object] = {}
         left_out = [f"t{index} is None" for index, guard in enumerate(guards) if guard is None]
-        unless = [] if likeness.unless is None else ["not unless()"]
-        shortcut = [*left_out, *unless, f"alike({', '.join(f't{index}' for index in given)})"]
-        test = f"({' and '.join(shortcut)}) or ({test})"
-    lines = [
-        "def match(tensors):",
-        "    try:",
-        f"        {tensors}= tensors",
-        f"        if not ({test}): return None",
-        *(f"        {pointer}" for pointer in pointers),
-        f"        if not ({' and '.join(addresses) or 'True'}): return None",
-        "    except errors:",
-        "        return None",
-        f"    return [{', '.join(f'p{index}' for index in given)}]",
-    ]
-    exec(compile("\n".join(lines), "<tensors as planned>", "exec"), names)
-    found: Any = names["match"]
-    return found  # type: ignore[no-any-return]
+        conditions = [*left_out]
+        # ValueError: another number of tensors.
+        errors: set[type[Exception]] = {ValueError}
+        for index, guard in enumerate(guards):
+            if guard is None:
+                continue
+            constants = {name: f"{name}{index}" for name in guard.constants}
+            names |= {constants[name]: value for name, value in guard.constants.items()}
+            fields = {"t": f"t{index}", **constants}
+            self._reads.append(f"p{index} = " + guard.pointer.format(**fields))
+            conditions += [condition.format(**fields) for condition in guard.conditions]
+            errors |= {*guard.errors}
+        names["errors"] = tuple(sorted(errors, key=str))
+        self._test = " and ".join(conditions) or "True"
+        if likeness is not None:
+            names |= {"alike": likeness.check, "unless": likeness.unless}
+            unless = [] if likeness.unless is None else ["not unless()"]
+            shortcut = [*left_out, *unless, f"alike({', '.join(f't{index}' for index in self.given)})"]
+            self._test = f"({' and '.join(shortcut)}) or ({self._test})"
+        self.names = names
+
+    def lines(self, unpacked: Sequence[str] = ()) -> list[str]:
+        """Statements that tell whether the tensors are recognised (`known`) and read their addresses.
+
+        unpacked: statements that give `t0`, ... their values, where that may fail.
+        """
+        # One test of all addresses: null is that of a tensor without memory.
+        odd = " or ".join(f"{pointer} % 16" for pointer in self.pointers)
+        known = " and ".join([*self.pointers, f"not ({odd})"])
+        return [
+            "known = False",
+            "try:",
+            *(f"    {line}" for line in unpacked),
+            f"    if {self._test}:",
+            *(f"        {read}" for read in self._reads),
+            f"        known = {known if self.pointers else True}",
+            "except errors:",
+            "    known = False",
+        ]
+
+    def matcher(self) -> Matcher:
+        """The function of a sequence of the tensors."""
+        tensors = "".join(f"t{index}, " for index in range(self.count))
+        body = self.lines([f"{tensors}= tensors"] if tensors else [])
+        result = f"return [{', '.join(self.pointers)}] if known else None"
+        found: Matcher = define("match", "tensors", [*body, result], self.names)
+        return found
+
+
+def matcher(guards: Sequence[Guard | None], likeness: Likeness | None = None) -> Matcher:
+    """The function for tensors in this order (see `Recognition`)."""
+    return Recognition(guards, likeness).matcher()

@@ -95,6 +95,7 @@ class OpSpec:
         the caller gave `out=` of other strides) and the device.  Pure: no GPU needed.
     in_place: (output, input) pairs that may be one and the same view; any other overlap of an output with an
         input is refused.
+    recent: the functions of the last few problems (`cki.ops.steady`), the newest first.
     """
 
     name: str
@@ -105,3 +106,4 @@ class OpSpec:
     infer: Callable[[Problem], Mapping[str, OutputSpec]]
     plan: Callable[[Problem, Mapping[str, Operand], DeviceInfo], Plan]
     in_place: tuple[tuple[str, str], ...] = ()
+    recent: list[Callable[..., Any]] = field(default_factory=list, init=False, repr=False, compare=False)
