@@ -49,7 +49,7 @@ LAYOUTS = ("in_out", "out_in")
 #: Of Hopper's GEMM with 64 rows, besides the choice's own.
 LOW_TILES = (
     HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True), HopperTile(64, 128, 8, split=2),
-    HopperTile(64, 128, 8, split=4), HopperTile(64, 256, 4, True),
+    HopperTile(64, 128, 8, split=2, pushes=True), HopperTile(64, 128, 8, split=4), HopperTile(64, 256, 4, True),
 )  # fmt: skip
 #: By TMA, 64 rows high.
 TMA_HIGH = tuple(SkinnyTile(64, 64, 1, 4, stages, split, tma=True) for stages in (4, 8) for split in (1, 2))

@@ -48,6 +48,7 @@ class HopperTile:
     they share each.  split: blocks of a cluster, each with its part of K; the consumers then share the one tile.
     sharers: blocks of a cluster whose tiles lie below each other, and who bring their weight for each other.
     programmatic: the launch may begin while the one before it in the stream ends.
+    pushes: of K in two parts, each consumer's sums are stored into the block that finishes them, which reads nothing.
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
 
     block_m: int
@@ -58,6 +59,7 @@ class HopperTile:
     sharers: int = 1
     programmatic: bool = True
     spare_warps: bool = False
+    pushes: bool = False
 
     @property
     def shares_columns(self) -> bool:
@@ -93,7 +95,7 @@ class HopperTile:
         words = (
             f"{self.block_m}x{self.block_n}s{self.stages}", "pp" if self.ping_pong else "",
             f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
-            "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
+            "push" if self.pushes else "", "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
         )  # fmt: skip
         return "".join(words)
 
@@ -107,7 +109,8 @@ TILES = (
 CANDIDATES = (
     *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(64, 256, 4, True),
     HopperTile(64, 128, 6, True), HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, True, sharers=2),
-    HopperTile(128, 256, 4, sharers=2), HopperTile(128, 128, 6, split=3),
+    HopperTile(128, 256, 4, sharers=2), HopperTile(128, 128, 6, split=3), HopperTile(64, 128, 8, split=2, pushes=True),
+    HopperTile(128, 64, 8, split=2, pushes=True),
 )  # fmt: skip
 
 

@@ -200,6 +200,10 @@ def plan_linear_hopper(
         obstacles.append(
             f"tiles {tile}: the blocks of a cluster share one tile, whose fp32 sums must fit where stages were"
         )
+    if tile.pushes and (tile.split != 2 or tile.accumulators > 32):
+        obstacles.append(
+            f"tiles {tile}: a consumer of two pushes at most 32 sums a thread, to one other block"
+        )
     if gates is not None:
         obstacles += _halves_obstacles(y, access)
     if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
@@ -286,9 +290,9 @@ def hopper_kernel(
         "gemm/hopper/linear.cu", "linear_hopper", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
-        kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated, kWeightAlongN=along_n,
-        kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics, kTmaStore=tma_store,
-        kVectorY=2 if pair_y else 1,
+        kPingPong=tile.ping_pong, kSplit=tile.split, kPushSums=tile.pushes, kSharers=tile.sharers, kGated=gated,
+        kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,
+        kTmaStore=tma_store, kVectorY=2 if pair_y else 1,
         kVectorBias=2 if (bias is not None or norm == "residual") and pair_bias else 1,
         kVectorResidual=2 if residual and pair_residual else 1,
         kProducerRegisters=producer, kConsumerRegisters=consumer,
@@ -355,6 +359,8 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(bf16, HopperTile(128, 128, 6, True), activation="silu", gated=True),
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, activation="gelu", along_n=False, gated=True),
         hopper_kernel(f16, HopperTile(64, 128, 8, split=2), bias=f16, residual=True, along_n=False),
+        hopper_kernel(bf16, HopperTile(64, 128, 8, split=2, pushes=True), bias=bf16, residual=True),
+        hopper_kernel(f16, HopperTile(128, 64, 8, split=2, pushes=True), bias=f16, activation="gelu", along_n=False),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", along_n=False),
         hopper_kernel(bf16, HopperTile(256, 128, 4), bias=f32, activation="gelu", norm="layer"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),

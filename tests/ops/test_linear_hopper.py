@@ -25,7 +25,13 @@ SMALL = pytest.mark.parametrize("tile", [TURNS, SHARED], ids=str)
 #: K over the blocks of a cluster: consumers that share columns, and rows; more warps than units to finish, and fewer.
 SPLIT = pytest.mark.parametrize(
     "tile",
-    [HopperTile(64, 128, 2, split=2), HopperTile(128, 64, 3, split=3), HopperTile(128, 192, 3, split=2)],
+    [
+        HopperTile(64, 128, 2, split=2),
+        HopperTile(128, 64, 3, split=3),
+        HopperTile(128, 192, 3, split=2),
+        HopperTile(64, 128, 2, split=2, pushes=True),
+        HopperTile(128, 64, 3, split=2, pushes=True),
+    ],
     ids=str,
 )
 LAYOUTS = ("in_out", "out_in")

@@ -75,4 +75,41 @@ struct ClusterSum {
   }
 };
 
+// A consumer's part of a tile's sums on its way to the block of the cluster that adds it to its own: the accumulators of
+// each lane, in pieces of 16 bytes, stored through distributed shared memory, which nobody waits for before a barrier.
+template <int kRowTiles, int kCount>
+struct PushedSum {
+  static constexpr int kPieces = kRowTiles * kCount / 4;
+  static constexpr int kBytes = kPieces * 128 * 16;
+
+  unsigned char* memory;  // the same place in every block
+
+  static __device__ __forceinline__ int piece_at(int piece) {
+    return (piece * 128 + static_cast<int>(threadIdx.x) % 128) * 16;
+  }
+
+  __device__ __forceinline__ void push(const float (&sum)[kRowTiles][kCount], u32 rank) const {
+    const u32 peer = ptx::map_shared_rank(memory, rank);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const float* part = sum[piece * 4 / kCount] + piece * 4 % kCount;
+      ptx::store_shared_cluster_f32x4(peer + static_cast<u32>(piece_at(piece)),
+                                      make_float4(part[0], part[1], part[2], part[3]));
+    }
+  }
+
+  // Behind the cluster's barrier.
+  __device__ __forceinline__ void add_to(float (&sum)[kRowTiles][kCount]) const {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const float4 part = *reinterpret_cast<const float4*>(memory + piece_at(piece));
+      float* total = sum[piece * 4 / kCount] + piece * 4 % kCount;
+      total[0] += part.x;
+      total[1] += part.y;
+      total[2] += part.z;
+      total[3] += part.w;
+    }
+  }
+};
+
 }  // namespace cki::gemm

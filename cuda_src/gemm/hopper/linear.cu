@@ -13,6 +13,8 @@
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
 // Split.   kSplit > 1, for fewer tiles than SMs: a cluster of kSplit blocks has one tile, each block a part of K, and
 //          their sums meet in distributed shared memory (cluster_sum.cuh). Not persistent: a block has one tile.
+//          kPushSums, of two blocks: consumer c's sums meet in block c. The other block stores its part into that one's
+//          shared memory, where the block's other consumer has nothing to store; one barrier, and nobody reads from afar.
 // Sharers. kSharers > 1: the blocks of a cluster compute tiles below each other, and each brings a part of their weight
 //          for all (multicast), which saves traffic from L2. A stage is free when all blocks' consumers have read it.
 // Gated.   kGated: y = act(x w_gate + bias_gate) (x w_up + bias_up), of N columns each, which begin at gate_column and
@@ -25,7 +27,7 @@
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong, kSplit,
-//   kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kRowNorm,
+//   kPushSums, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kRowNorm,
 //   kSpareWarps, kStatistics, kTmaStore, kVectorY, kVectorBias, kVectorResidual (1 or 2: elements an access),
 //   kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map 64 x 16, unused
@@ -93,8 +95,12 @@ using Ring = StageRing<kStages>;
 constexpr int kSpareWarpCount = 3;  // the producer's warpgroup, less its one thread's warp
 using Board = gemm::MomentsBoard<kTilesPerRound, kBlockM, kSpareWarpCount, kPingPong ? 4 : 4 * kConsumers>;
 static_assert(!kSpareWarps || kNormalisesX, "spare warps read the statistics of x");
+constexpr bool kInUnits = kSplit > 1 && !kPushSums;  // the cluster's warps share out a tile's sums
 using Parts = gemm::ClusterSum<kBlockM, kBlockN, kSplit, 4 * kConsumers>;
 static_assert(kSplit == 1 || Parts::kBytes <= Layout::kOutput, "parts lie where the stages were");
+using Pushed = gemm::PushedSum<kRowTiles, kGroupColumns / 2>;
+static_assert(!kPushSums || kSplit == kConsumers, "a block for each consumer's sums");
+static_assert(!kPushSums || Pushed::kBytes <= 4 * gemm::kOutputBuffers * gemm::kWarpSlabBytes, "a consumer's buffers");
 
 // The cluster's last barrier: parts have been read, barriers arrived at. It orders no memory, which would cost half a
 // microsecond.
@@ -105,8 +111,13 @@ __device__ __forceinline__ void end_cluster() {
 
 // By warps that compute nothing: their share in the consumers' cluster barriers.
 __device__ __forceinline__ void leave_cluster() {
+  if constexpr (kPushSums) {
+    ptx::cluster_wait();
+    ptx::cluster_sync();
+    return;
+  }
   if constexpr (kSplit > 1) ptx::cluster_sync();
-  if constexpr (kCluster > 1) end_cluster();
+  if constexpr (kCluster > 1 && !kPushSums) end_cluster();
 }
 
 // The warp is done with the ring's stage: all blocks that copy into it may do so again.
@@ -162,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
+  if constexpr (kPushSums) ptx::cluster_arrive_relaxed();  // the block has started; who writes into it waits for that
 
   const gemm::Result<Element, Bias> result = {
       bias,   kVectorBias == 2 ? 1 : bias_stride,
@@ -255,12 +267,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int tile_row = (tile.m * kSharers + m_part) * kBlockM, tile_column = tile.n * kOutN;
     // Of the tile, what this warp finishes begins here; with K split, its first unit does.
     const int unit = rank * Parts::kOwnUnits + consumer * 4 + warp;
-    const int first_row = tile_row + (kSplit > 1 ? Parts::row_of(unit) : group_row + warp * 16);
-    const int first_column = tile_column + (kSplit > 1 ? Parts::column_of(unit) : group_column);
-    const bool finishes = kSplit == 1 || (consumer * 4 + warp < Parts::kOwnUnits && unit < Parts::kUnits);
+    const int first_row = tile_row + (kInUnits ? Parts::row_of(unit) : group_row + warp * 16);
+    const int first_column = tile_column + (kInUnits ? Parts::column_of(unit) : group_column);
+    const bool finishes = kInUnits ? consumer * 4 + warp < Parts::kOwnUnits && unit < Parts::kUnits
+                                   : !kPushSums || consumer == rank;
     if (finishes) {
-      constexpr int kRowTilesOut = kSplit > 1 ? 1 : kRowTiles;
-      constexpr int kColumnsOut = kSplit > 1 ? gemm::kSlabColumns : kGroupColumns / (kGated ? 2 : 1);
+      constexpr int kRowTilesOut = kInUnits ? 1 : kRowTiles;
+      constexpr int kColumnsOut = kInUnits ? gemm::kSlabColumns : kGroupColumns / (kGated ? 2 : 1);
       gemm::prefetch_inputs<Rules, kRowTilesOut, kColumnsOut>(result, first_row, first_column);
     }
     gemm::RowMoments<kRowTiles> moments = {};
@@ -309,7 +322,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         gemm::multiply_again(sum, moments, operands, first_row, first_column);
       }
     }
-    if constexpr (kSplit == 1) {
+    if constexpr (kPushSums) {
+      constexpr int kBytesOut = 4 * gemm::kOutputBuffers * gemm::kWarpSlabBytes;  // of a consumer's buffers
+      const Pushed pushed{smem + Layout::kOutput + (1 - consumer) * kBytesOut};
+      ptx::cluster_wait();
+      if (!finishes) pushed.push(sum, static_cast<u32>(consumer));
+      ptx::cluster_sync();
+      if (finishes) {
+        pushed.add_to(sum);
+        gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
+      }
+    } else if constexpr (kSplit == 1) {
       gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
     } else {
       const Parts parts{reinterpret_cast<float*>(smem)};
@@ -331,5 +354,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   if constexpr (kTmaStore) buffers.drain();
   turns.finish();
-  if constexpr (kCluster > 1) end_cluster();
+  if constexpr (kCluster > 1 && !kPushSums) end_cluster();
 }
