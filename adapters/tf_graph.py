@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from cki.adapters import gradient_tensorflow, tf_xla
-from cki.adapters.tf_kernels import NodeCall
+from cki.adapters.tf_node import NodeCall
 from cki.adapters.tf_ops import node, op_name, results_of
 from cki.adapters.tf_stablehlo import Tensor
 from cki.adapters.tf_types import FROM_TF, TO_CODE, as_tensor_or_variable

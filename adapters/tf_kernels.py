@@ -1,9 +1,8 @@
 """What TensorFlow's executor calls: kernels of CKI's operations, on the executor's inputs, memory and stream.
 
-A node of a graph (or an eager call) holds one text that says the operation, its tensors' names, its attributes and the
-device; the shapes come with each run.  A kernel reads addresses and shapes, finds the launch that was prepared for such
-shapes (`cki.adapters.xla_calls`), lets TensorFlow allocate outputs and temporary memory, and launches on TensorFlow's
-compute stream.  It waits for nothing.  On the CPU it runs the simulated device.
+A kernel reads addresses and shapes, finds the launch that was prepared for such shapes (`cki.adapters.tf_node`), lets
+TensorFlow allocate outputs and temporary memory, and launches on TensorFlow's compute stream.  It waits for nothing.
+On the CPU it runs the simulated device.
 
 Tensors are immutable: what an operation writes into (a cache) becomes an output behind the others.  Where nobody else
 holds the input TensorFlow hands its memory on, otherwise it is copied in stream order.
@@ -13,122 +12,22 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import json
-import math
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cki import config
-from cki.adapter import ALIGNMENT
-from cki.adapters import known_operations, tf_c_api
-from cki.adapters.tf_c_api import AllocatorAttributes, Compute, Create, TensorFlowApi
-from cki.adapters.tf_types import FROM_CODE, TO_CODE
+from cki.adapters import tf_c_api
+from cki.adapters.tf_c_api import AllocatorAttributes, Compute, Create, Pointer, TensorFlowApi
+from cki.adapters.tf_node import ALIGNED, Launch, Node, Result
+from cki.adapters.tf_types import TO_CODE
 from cki.adapters.xla_activity import Activity
-from cki.adapters.xla_calls import Prepared, XlaCall
-from cki.adapters.xla_ffi import Invocation
-from cki.device import sim_device
 from cki.errors import CkiError, DeviceError, LaunchError
-from cki.ops.spec import OpSpec, OutputSpec
 
-#: Prepared launches of one node; at the limit the oldest half goes.
-_LIMIT = 1024
-#: Bytes that divide the address of any tensor of TensorFlow's that is no slice of another.
-_ALIGNMENT = 16
 #: Longer texts are cut: TensorFlow logs them whole.
 _LONGEST_MESSAGE = 4000
-
-
-@dataclass(frozen=True)
-class NodeCall:
-    """What a node's text says.
-
-    inputs: names of the tensors that are given, in the order of the spec.  attributes: in the spec's order.
-    device: "cuda", or "sim:" and the architecture that the simulated device stands for.
-    recompute_gradient: whether the call may be differentiated (`cki.adapters.gradient`).
-    """
-
-    operation: str
-    inputs: tuple[str, ...]
-    attributes: tuple[Any, ...]
-    device: str
-    recompute_gradient: bool = False
-
-    def text(self) -> bytes:
-        """One line of JSON.  Attributes go by name: a saved model outlives their order."""
-        named = dict(zip((attribute.name for attribute in self.spec.attributes), self.attributes))
-        content = {
-            "operation": self.operation, "inputs": self.inputs, "attributes": named, "device": self.device,
-            "recompute_gradient": self.recompute_gradient,
-        }  # fmt: skip
-        return json.dumps(content).encode()
-
-    @classmethod
-    def from_text(cls, text: bytes) -> NodeCall:
-        """The call that `text` wrote; CkiError for anything else."""
-        try:
-            content = json.loads(text)
-            operation, named = content["operation"], dict(content["attributes"])
-            spec = known_operations.find(operation)
-            values = [named.pop(attribute.name, attribute.default) for attribute in spec.attributes]
-            names = tuple(content["inputs"])
-            call = cls(
-                operation, names, tuple(tuple(v) if isinstance(v, list) else v for v in values), content["device"],
-                bool(content.get("recompute_gradient")),
-            )  # fmt: skip
-        except (ValueError, TypeError, KeyError) as error:
-            raise CkiError(f"no call of CKI: {text[:200]!r}") from error
-        unknown = [*named, *(name for name in names if name not in {item.name for item in spec.inputs})]
-        if unknown:
-            raise CkiError(f"{operation} has no {', '.join(unknown)}: the graph is of another version of CKI")
-        return call
-
-    @property
-    def spec(self) -> OpSpec:
-        """The operation's description."""
-        found: OpSpec = known_operations.find(self.operation)
-        return found
-
-    def with_tensors(self, types: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> XlaCall:
-        """The call on tensors of these element types and shapes."""
-        return XlaCall(self.operation, tuple(zip(self.inputs, types, shapes)), self.attributes, self.device)
-
-
-class _Result(NamedTuple):
-    """An output as TensorFlow allocates it."""
-
-    code: int
-    dims: Any
-    rank: int
-    nbytes: int
-
-
-def _result(output: OutputSpec) -> _Result:
-    shape = output.shape
-    dims = (ctypes.c_int64 * max(len(shape), 1))(*shape)
-    return _Result(TO_CODE[output.dtype.name], dims, len(shape), math.prod(shape) * output.dtype.itemsize)
-
-
-class _Launch:
-    """A call prepared for tensors of certain shapes on one device."""
-
-    __slots__ = ("outputs", "prepared", "workspace", "written")
-
-    def __init__(self, call: XlaCall, prepared: Prepared) -> None:
-        self.prepared = prepared
-        self.outputs = [_result(output) for _, output in call.outputs()]
-        self.written = [
-            (index, _result(OutputSpec(shape, _dtype(name))))
-            for index in call.written()
-            for _, name, shape in [call.tensors[index]]
-        ]
-        self.workspace = (ctypes.c_int64 * 1)(prepared.workspace) if prepared.workspace else None
-
-
-def _dtype(name: str) -> Any:
-    return FROM_CODE[TO_CODE[name]]
+#: TF_UINT8
+_BYTES = TO_CODE["u8"]
 
 
 class Place(NamedTuple):
@@ -138,60 +37,38 @@ class Place(NamedTuple):
     ordinal: int
 
 
-class Node:
-    """One text, and the launches that were prepared for its runs."""
+class EagerCall:
+    """An eager call that its thread is making: what the kernel, which runs in the same thread, need not find out.
 
-    def __init__(self, text: bytes) -> None:
-        self.text = text
-        self.call = NodeCall.from_text(text)
-        self._launches: dict[Any, _Launch] = {}
+    node, launch: those of the last call, for memory that is aligned as usual.  None before the first.
+    steady: recognises the next call like this one (`cki.adapters.tf_eager`).
+    """
 
-    def launch_for(
-        self, is_gpu: bool, index: int, codes: Sequence[int], shapes: tuple[tuple[int, ...], ...],
-        addresses: Sequence[int],
-    ) -> _Launch:  # fmt: skip
-        """The prepared launch, made if this is the first run with such tensors."""
-        bits = 0
-        for address in addresses:
-            bits |= address
-        odd: tuple[int, ...] = ()
-        if bits % _ALIGNMENT:  # a slice; the address of an empty tensor may be anything
-            given = [a if math.prod(shape) else 0 for a, shape in zip(addresses, shapes)]
-            if any(address % _ALIGNMENT for address in given):
-                odd = tuple(ALIGNMENT[address & 15] for address in given)
-        key = (is_gpu, index, shapes, odd, *codes)
-        found = self._launches.get(key)
-        if found is None:
-            found = self._prepare(is_gpu, index, codes, shapes, odd)
-            if len(self._launches) >= _LIMIT:
-                for old in list(self._launches)[: _LIMIT // 2]:
-                    self._launches.pop(old, None)
-            self._launches[key] = found
-        return found
+    __slots__ = ("launch", "node", "shapes", "steady", "text")
 
-    def _prepare(
-        self, is_gpu: bool, index: int, codes: Sequence[int], shapes: Sequence[tuple[int, ...]], odd: Sequence[int]
-    ) -> _Launch:  # fmt: skip
-        own = self.call
-        if len(shapes) != len(own.inputs):
-            raise CkiError(f"{own.operation} of {len(own.inputs)} tensors was given {len(shapes)}")
-        device = "cuda" if is_gpu else _simulated(own)
-        types = [FROM_CODE[code].name for code in codes]
-        call = NodeCall(own.operation, own.inputs, own.attributes, device).with_tensors(types, shapes)
-        return _Launch(call, Prepared(call, index, odd))
+    def __init__(self, text: bytes, shapes: tuple[tuple[int, ...], ...]) -> None:
+        self.text, self.shapes = text, shapes
+        self.node: Node | None = None
+        self.launch: Launch | None = None
+        self.steady: Any = None
 
 
-def _simulated(call: NodeCall) -> str:
-    """The simulated device for a node on the CPU: the one of the node's text, or else the process's own."""
-    if call.device.startswith("sim:"):
-        return call.device
-    if config.text("CKI_DEVICE") == "sim":
-        return f"sim:{sim_device().arch}"
-    raise DeviceError(
-        f"{call.operation}: TensorFlow runs it on the CPU, but the current device is cuda",
-        hint="move the tensors to a GPU, or run on the simulated device: "
-        '`with cki.device("sim"):` around the tracing, or CKI_DEVICE=sim',
-    )
+class _Thread(threading.local):
+    """call: the eager call that this thread is making.  error: what a kernel raised last in it."""
+
+    call: EagerCall | None = None
+    error: BaseException | None = None
+
+
+class _Frame:
+    """Memory that one run of a kernel at a time passes to TensorFlow."""
+
+    __slots__ = ("handle", "reference", "status")
+
+    def __init__(self, status: int) -> None:
+        self.status = ctypes.c_void_p(status)
+        self.handle = Pointer()
+        self.reference = ctypes.byref(self.handle)
 
 
 class Kernels:
@@ -204,14 +81,10 @@ class Kernels:
         self._api = api
         self._place = place
         self._nodes: list[Node] = []
-        self._codes: list[tuple[int, ...]] = []
         self._known: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
-        self._statuses: list[int] = []  # free ones; append and pop are atomic
-        #: What a kernel raised last in a thread: an eager call raises it as it was.
-        self.failed = threading.local()
-        #: (text, shapes) of the call that this thread is making: reading them here takes longer.
-        self.expected = threading.local()
+        self._frames: list[_Frame] = []  # free ones; append and pop are atomic
+        self.thread = _Thread()
         self._activity = Activity()
         self._is_ending = False
         atexit.register(self._end)
@@ -228,8 +101,7 @@ class Kernels:
             with self._lock:
                 number = self._known.get((text, codes))
                 if number is None:
-                    self._nodes.append(Node(text))
-                    self._codes.append(codes)
+                    self._nodes.append(Node(text, codes))
                     number = self._known[text, codes] = len(self._nodes)
             return number
         except BaseException as error:
@@ -255,80 +127,82 @@ class Kernels:
         api.require(status, "the attribute `T`")
         return text.value, tuple(codes[: length.value])
 
-    def _compute_with(self, is_gpu: bool) -> Callable[[int, int], None]:
-        api, nodes, all_codes, statuses = self._api, self._nodes, self._codes, self._statuses
-        pointer, on_device = ctypes.c_void_p, AllocatorAttributes.on_device()
-        get_input, data, delete = api.TF_GetInput, api.TF_TensorData, api.TF_DeleteTensor
-        num_dims, dim = api.TF_NumDims, api.TF_Dim
-        byref, expected = ctypes.byref, self.expected
-
+    def _compute_with(self, is_gpu: bool) -> Callable[[int, Pointer], None]:
+        api, nodes, frames, thread = self._api, self._nodes, self._frames, self.thread
+        get_input, data, num_dims, dim, delete, device_id, allocate, allocate_temporary = api.bare
         enter, leave = self._activity.enter, self._activity.leave
+        attributes = AllocatorAttributes.on_device()
+        on_device = ctypes.byref(attributes)
+        place = self._place
 
-        def compute(number: int, context: int) -> None:
+        # Straight-line code and few calls: in TensorFlow's threads each line costs twice what it does in the main one.
+        def compute(number: int, context: Pointer) -> None:
             enter()
             try:
-                status = statuses.pop()
+                frame = frames.pop()
             except IndexError:
-                status = api.TF_NewStatus()
-            tensors: list[int] = []
+                frame = _Frame(api.TF_NewStatus())
+            status, handle, reference = frame.status, frame.handle, frame.reference
+            temporary = None
             try:
                 if self._is_ending:
                     raise CkiError("the Python interpreter is ending")
-                node, codes = nodes[number - 1], all_codes[number - 1]
-                arguments: list[int] = []
-                handle = pointer()
-                reference = byref(handle)
-                for position in range(len(codes)):
+                node = nodes[number - 1]
+                call = thread.call
+                launch = shapes = None
+                if call is not None and (call.node is node or call.text == node.text):
+                    launch, shapes = call.launch, call.shapes
+                pointers: list[int] = []
+                read: list[tuple[int, ...]] = []
+                bits = 0
+                for position in node.positions:
                     get_input(context, position, reference, status)
-                    tensor = handle.value
-                    if tensor is None:
+                    if not handle:
                         api.require(status, f"input {position}")
-                    tensors.append(tensor)  # type: ignore[arg-type]
-                    arguments.append(data(tensor) or 0)
-                known = getattr(expected, "shapes", None)
-                if known is not None and known[0] == node.text:
-                    shapes = known[1]
-                else:
-                    shapes = tuple([tuple([dim(t, axis) for axis in range(num_dims(t))]) for t in tensors])
-                stream, index = 0, 0
+                    address = data(handle) or 0
+                    bits |= address
+                    pointers.append(address)
+                    if shapes is None:
+                        read.append(tuple([dim(handle, axis) for axis in range(num_dims(handle))]))
+                    delete(handle)  # the context holds the tensor
+                    handle.value = None
+                stream = index = 0
                 if is_gpu:
-                    stream, index = self._place(api.TF_GetDeviceId(context))
-                launch = node.launch_for(is_gpu, index, codes, shapes, arguments)
-                results: list[int] = []
-                for position, (code, dims, rank, nbytes) in enumerate(launch.outputs):
-                    tensor = api.TF_AllocateOutput(context, position, code, dims, rank, nbytes, status)
-                    if tensor is None:
+                    stream, index = place(device_id(context))
+                if launch is None or bits % ALIGNED:
+                    launch = node.launch_for(is_gpu, index, shapes or tuple(read), pointers, bits)
+                    if call is not None and shapes is not None and not bits % ALIGNED:
+                        call.node, call.launch = node, launch
+                for position, code, dims, rank, nbytes in launch.outputs:
+                    tensor = allocate(context, position, code, dims, rank, nbytes, status)
+                    if not tensor:
                         api.require(status, f"memory of output {position}")
-                    tensors.append(tensor)
-                    results.append(data(tensor) or 0)
+                    pointers.append(data(tensor) or 0)
+                    delete(tensor)  # the context holds the output
                 for source, result in launch.written:
-                    delete(tensors[source])
-                    tensors[source] = 0
-                    tensor = self._hand_on(context, source, len(results), result, status)
-                    tensors.append(tensor)
-                    results.append(data(tensor) or 0)
-                    if arguments[source] != results[-1]:
-                        _copy(is_gpu, index, stream, results[-1], arguments[source], result.nbytes)
-                        arguments[source] = results[-1]
+                    address = self._hand_on(context, source, result, status)
+                    if pointers[source] != address:
+                        _copy(is_gpu, index, stream, address, pointers[source], result.nbytes.value)
+                        pointers[source] = address
+                workspace = 0
                 if launch.workspace is not None:
-                    tensor = api.TF_AllocateTemp(
-                        context, _BYTES, launch.workspace, 1, byref(on_device), status
-                    )
-                    if tensor is None:
+                    temporary = allocate_temporary(context, _BYTES, launch.workspace, 1, on_device, status)
+                    if not temporary:
                         api.require(status, "temporary memory")
-                    tensors.append(tensor)
-                    results.append(data(tensor) or 0)
-                launch.prepared.launch(Invocation(b"", arguments, results, stream, index))
+                    workspace = data(temporary)
+                launch.prepared.launch_at(stream, pointers, workspace)
             except BaseException as error:
-                self.failed.error = error
+                thread.error = error
                 self._describe(error, status)
                 api.TF_OpKernelContext_Failure(context, status)
                 api.TF_SetStatus(status, 0, b"")
+                if handle:
+                    delete(handle)
+                    handle.value = None
             finally:
-                for tensor in tensors:
-                    if tensor:
-                        delete(tensor)
-                statuses.append(status)
+                if temporary:
+                    delete(temporary)
+                frames.append(frame)
                 leave()
 
         return compute
@@ -343,17 +217,20 @@ class Kernels:
         if self._activity.was_used:
             self._activity.wait_quiet(0.1, patience=60.0)
 
-    def _hand_on(self, context: int, source: int, position: int, result: _Result, status: int) -> int:
-        """An output in the memory of an input, where TensorFlow can give it away, else in new memory."""
+    def _hand_on(self, context: Pointer, source: int, result: Result, status: Any) -> int:
+        """Address of an output in the memory of an input, where TensorFlow can give it away, else in new memory."""
+        api = self._api
         candidate, taken = (ctypes.c_int * 1)(source), ctypes.c_int(-1)
-        tensor = self._api.TF_ForwardInputOrAllocateOutput(
-            context, candidate, 1, position, result.dims, result.rank, ctypes.byref(taken), status
+        tensor = api.TF_ForwardInputOrAllocateOutput(
+            context, candidate, 1, result.position, result.dims, result.rank, ctypes.byref(taken), status
         )
         if tensor is None:
-            self._api.require(status, f"memory of output {position}")
-        return tensor  # type: ignore[no-any-return]
+            api.require(status, f"memory of output {result.position}")
+        address: int = api.TF_TensorData(tensor) or 0
+        api.TF_DeleteTensor(tensor)
+        return address
 
-    def _describe(self, error: BaseException, status: int) -> None:
+    def _describe(self, error: BaseException, status: Any) -> None:
         """Put what happened into a status: nothing may pass as success."""
         if isinstance(error, CkiError):
             message = str(error)
@@ -368,10 +245,6 @@ class Kernels:
             code = tf_c_api.RESOURCE_EXHAUSTED
         encoded = message.encode("utf-8", "replace").replace(b"\0", b" ")[:_LONGEST_MESSAGE]
         self._api.TF_SetStatus(status, code, encoded)
-
-
-#: TF_UINT8
-_BYTES = TO_CODE["u8"]
 
 
 def _copy(is_gpu: bool, index: int, stream: int, target: int, source: int, nbytes: int) -> None:

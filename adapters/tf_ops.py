@@ -1,7 +1,7 @@
 """CKI's operations as operations of TensorFlow's: `CkiLayerNorm` and the rest, made from the table, and calls of them.
 
 All take a list of tensors (those that are given, in the order of the OpSpec) and a text that says the rest
-(`cki.adapters.tf_kernels`).  Registration needs no compiler and no device; importing cki does it (`tf_import`), so that
+(`cki.adapters.tf_node`).  Registration needs no compiler and no device; importing cki does it (`tf_import`), so that
 saved models that hold such nodes load.
 
 Calls in eager mode are in `tf_eager`, those while TensorFlow builds a graph in `tf_graph`.
@@ -16,7 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from cki.adapters import gradient, gradient_tensorflow, known_operations, tf_c_api, tf_probe, tf_xla
-from cki.adapters.tf_kernels import Kernels, NodeCall
+from cki.adapters.tf_kernels import Kernels
+from cki.adapters.tf_node import NodeCall
 from cki.adapters.tf_types import EagerTensor
 from cki.adapters.xla_calls import XlaCall
 from cki.device import current

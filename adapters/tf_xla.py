@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,8 @@ import tensorflow as tf
 
 from cki import dtypes
 from cki.adapters import tf_c_api, xla_calls, xla_ffi
-from cki.adapters.tf_kernels import Node, NodeCall, Place
+from cki.adapters.tf_kernels import Place
+from cki.adapters.tf_node import Node, NodeCall
 from cki.adapters.tf_stablehlo import Extent, Tensor, module
 from cki.adapters.tf_types import TO_CODE, TO_TF
 from cki.adapters.xla_calls import XlaCall
@@ -128,17 +130,17 @@ def _require_gpus(operation: str) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _open_node(text: bytes) -> tuple[Node, tuple[int, ...]]:
+def _open_node(text: bytes) -> Node:
     own, types = json.loads(text)
-    return Node(own.encode()), tuple(TO_CODE[name] for name in types)
+    return Node(own.encode(), [TO_CODE[name] for name in types])
 
 
 def _run_open(is_gpu: bool, invocation: OpenInvocation) -> None:
     """What XLA's handlers do for a call whose sizes were open."""
     call = invocation.call
-    node, codes = _open_node(call.text)
     index = xla_calls.device_index(call)
-    launch = node.launch_for(is_gpu, index, codes, invocation.shapes, call.arguments)
+    bits = functools.reduce(operator.or_, call.arguments, 0)
+    launch = _open_node(call.text).launch_for(is_gpu, index, invocation.shapes, call.arguments, bits)
     results = list(call.results)
     alignment = 256 if is_gpu else 64
     if any(address % alignment for address in results):

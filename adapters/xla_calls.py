@@ -189,13 +189,18 @@ class Prepared:
         for argument, result in self.aliases:
             if arguments[argument] != results[result]:
                 raise CkiError("XLA placed the new value of a written tensor in other memory than the tensor")
+        self.launch_at(
+            invocation.stream, arguments + results[: self.num_outputs], results[-1] if self.workspace else 0
+        )
+
+    def launch_at(self, stream: int, pointers: list[int], workspace: int) -> None:
+        """Launch on memory that fits.  pointers: of tensors, then of outputs.  workspace: of temporary memory."""
         if self._launch is None:
             return
-        pointers = arguments + results[: self.num_outputs]
         if self._offsets:
-            base = -(-results[-1] // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-            pointers += [base + offset for offset in self._offsets]
-        self._launch(invocation.stream, *pointers)
+            base = -(-workspace // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+            pointers = pointers + [base + offset for offset in self._offsets]
+        self._launch(stream, *pointers)
 
 
 def _view(shape: tuple[int, ...], dtype: dtypes.DType, place: DeviceId, address: int) -> TensorView:
