@@ -69,7 +69,7 @@ def _attention(a: Arrays, inputs: Inputs, attributes: Attributes) -> tuple[Any, 
     wants_lse = options.pop("return_lse")
     options.pop("deterministic")
     options.pop("out_dtype")
-    if "q_descale" in inputs:
+    if inputs.get("q_descale") is not None:
         raise UnsupportedError(
             "attention: e4m3 beside recompute_gradient",
             ["codes have no gradient"],
@@ -81,7 +81,8 @@ def _attention(a: Arrays, inputs: Inputs, attributes: Attributes) -> tuple[Any, 
             ["the plain expression draws no Philox numbers"],
             "dropout_p=0.0, or the framework's own dropout",
         )
-    tensors = {name: tensor for name, tensor in inputs.items() if not name.startswith("dropout_")}
+    unused = ("dropout_seed", "dropout_offset", "q_descale", "k_descale", "v_descale")
+    tensors = {name: tensor for name, tensor in inputs.items() if name not in unused}
     out, lse = attention(a, **tensors, **options)
     return (out, lse) if wants_lse else (out,)
 
