@@ -1,0 +1,223 @@
+"""Attention of e4m3 codes beside our own bf16 kernel and FA3's FP8 and bf16 ones, 16384 tokens of width 2048.
+
+    python bench/attention_fp8.py                                     # head dimensions 64, 128, 256: 2 minutes
+    python bench/attention_fp8.py --dims 128 --variant stages=2 --variant promote=False,block_keys=224
+
+Codes and descales are of normal numbers, a head's largest at 448, as a quantiser gives them; the quantisation is in no
+time, the launch that turns the values is in ours (`turning alone` is that launch by itself).  Every e4m3 call of ours
+is compared with float64 over the codes first (the bound of the tests).  All are replayed in turn.  `vs_bf16`: our bf16
+time over the row's.  Writes results/attention_fp8.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attention
+import common
+import numpy as np
+from attention import Shape
+
+import cki
+from cki.device import sim_device
+from cki.heuristics.attention_e4m3 import E4m3Tiles, choose_e4m3_tiles
+from cki.ops.attention import ATTENTION, plan_attention
+from cki.ops.attention_e4m3 import descales_of, values_workspace
+from cki.ops.attention_hopper import workspace_of
+from cki.ops.call import call
+from cki.ops.spec import OpSpec
+from cki.plan import Plan
+
+DIMS = (64, 128, 256)
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def quantise(x: Any) -> tuple[Any, Any]:
+    """(codes, descale [batch, heads]) of [batch, tokens, heads, dim]."""
+    import torch
+
+    descale = x.abs().amax(dim=(1, 3)).float() / 448
+    return (x.float() / descale[:, None, :, None]).to(torch.float8_e4m3fn), descale
+
+
+def make_inputs(shape: Shape, seed: int) -> tuple[Any, ...]:
+    """(q, k, v, out) in bf16, then the three codes, then the three descales."""
+    tensors = attention.make_inputs(shape, seed)
+    pairs = [quantise(t) for t in tensors[:3]]
+    return (*tensors, *(codes for codes, _ in pairs), *(descale for _, descale in pairs))
+
+
+@functools.cache
+def spec_with_tiles(tiles: E4m3Tiles, only_first: bool = False) -> OpSpec:
+    """cki.attention's operation with these tiles; only_first: its first launch alone."""
+
+    def plan(problem: Any, outputs: Any, device: Any) -> Plan:
+        steps = plan_attention(
+            problem["q"], problem["k"], problem["v"], outputs["out"], device=device, tiles=tiles,
+            causal=problem.attribute("causal"), descales=descales_of(problem),
+        )  # fmt: skip
+        steps = steps[:1] if only_first else steps
+        return Plan(steps, (*workspace_of(steps), *values_workspace(steps)))
+
+    return dataclasses.replace(ATTENTION, plan=plan)
+
+
+def tiles_call(shape: Shape, tiles: E4m3Tiles, only_first: bool = False) -> Callable[..., Any]:
+    """A function of `make_inputs`."""
+    attributes = tuple({"causal": shape.causal}.get(item.name, item.default) for item in ATTENTION.attributes)
+    spec = spec_with_tiles(tiles, only_first)
+
+    def run(q: Any, k: Any, v: Any, out: Any, *codes: Any) -> Any:
+        return call(spec, (*codes[:3], *(None,) * 6, *codes[3:]), attributes, (out, None))
+
+    return run
+
+
+def e4m3_call(shape: Shape) -> Callable[..., Any]:
+    """The public function."""
+
+    def run(q: Any, k: Any, v: Any, out: Any, *codes: Any) -> Any:
+        names = ("q_descale", "k_descale", "v_descale")
+        return cki.attention(*codes[:3], **dict(zip(names, codes[3:])), causal=shape.causal, out=out)
+
+    return run
+
+
+def bf16_call(shape: Shape) -> Callable[..., Any]:
+    """Our kernel on what was quantised."""
+    return lambda q, k, v, out, *codes: cki.attention(q, k, v, causal=shape.causal, out=out)
+
+
+def fa3_calls(shape: Shape) -> dict[str, Callable[..., Any]]:
+    """FA3's functions that run here."""
+    try:
+        attend = importlib.import_module("flash_attn_interface").flash_attn_func
+    except ImportError:
+        return {}
+
+    def fp8(q: Any, k: Any, v: Any, out: Any, *codes: Any) -> Any:
+        names = ("q_descale", "k_descale", "v_descale")
+        return attend(*codes[:3], **dict(zip(names, codes[3:])), causal=shape.causal)
+
+    found: dict[str, Callable[..., Any]] = {
+        "fa3 fp8": fp8,
+        "fa3 bf16": lambda q, k, v, out, *codes: attend(q, k, v, causal=shape.causal),
+    }
+    for name in list(found):
+        try:
+            found[name](*make_inputs(shape._replace(batch=1, tokens=256), 0))
+        except Exception as error:  # a build without FP8, or without this head dimension
+            print(f"{name}: {shape}: {error}")
+            del found[name]
+    return found
+
+
+def attend_rows(codes: Sequence[Any], rows: Sequence[int], causal: bool, exact: bool) -> Any:
+    """Some rows: in float64, or plainly in fp32 with the exponentials rounded to e4m3."""
+    import torch
+
+    dtype = torch.float64 if exact else torch.float32
+    q, k, v = (t.to(dtype) * descale.to(dtype)[:, None, :, None] for t, descale in zip(codes[:3], codes[3:]))
+    logits = torch.einsum("bihd,bjhd->bhij", q[:, rows], k) / q.shape[3] ** 0.5
+    if causal:
+        position = torch.tensor(rows, device=q.device)
+        logits.masked_fill_(torch.arange(k.shape[1], device=q.device) > position[:, None], float("-inf"))
+    weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    total = weights.sum(dim=-1).transpose(1, 2)[..., None]
+    if not exact:
+        weights = weights.to(torch.float8_e4m3fn).to(dtype)
+    return torch.einsum("bhij,bjhd->bihd", weights, v) / total
+
+
+def check(shape: Shape, run: Callable[..., Any], inputs: Sequence[Any], what: str) -> None:
+    """Runs once and compares some rows with float64; ends the program when the tests' bound is broken."""
+    import torch
+
+    out, codes = inputs[3], inputs[4:]
+    out.fill_(float("nan"))
+    result = run(*inputs)
+    last = shape.tokens - 1
+    rows = sorted({0, 1, last // 3, last // 2, last - 1, last})
+    truth = attend_rows(codes, rows, shape.causal, True)
+    plain = attend_rows(codes, rows, shape.causal, False).to(out.dtype)
+    limit = 2 * (plain - truth).abs().max().item() + 1e-5 * truth.abs().max().item()
+    error = (result[:, rows] - truth).abs().max().item()
+    if not (error <= limit and bool(torch.isfinite(result).all())):
+        raise SystemExit(f"{what}: {shape}: error {error:.3g}, allowed {limit:.3g}")
+
+
+def chosen_tiles(shape: Shape) -> E4m3Tiles:
+    return choose_e4m3_tiles(
+        shape.tokens, shape.batch * shape.heads, shape.dim, shape.dim, shape.causal, sim_device("sm_90a")
+    )
+
+
+def with_fields(tiles: E4m3Tiles, text: str) -> E4m3Tiles:
+    """Tiles with fields changed: `stages=2,promote=False`."""
+    pairs = (part.split("=") for part in text.split(","))
+    return dataclasses.replace(tiles, **{name: ast.literal_eval(value) for name, value in pairs})
+
+
+def measure(shape: Shape, variants: Sequence[str], rounds: int) -> list[dict[str, object]]:
+    """Rows of one shape."""
+    tiles = chosen_tiles(shape)
+    runs: dict[str, Callable[..., Any]] = {"cki e4m3": e4m3_call(shape)}
+    for text in variants:
+        runs[f"cki e4m3 {text}"] = tiles_call(shape, with_fields(tiles, text))
+    inputs = common.rotated(lambda seed: make_inputs(shape, seed), shape.nbytes // 2, limit=4)
+    for name, run in runs.items():
+        check(shape, run, inputs[0], name)
+    runs |= {"turning alone": tiles_call(shape, tiles, only_first=True), "cki bf16": bf16_call(shape)}
+    runs |= fa3_calls(shape)
+    times = common.graph_times_in_turn(runs, inputs, rounds=rounds)
+    return [
+        common.row(
+            "attention", str(shape), "e4m3" if "bf16" not in name else "bf16", name, timing, flops=shape.flops,
+            vs_bf16=round(times["cki bf16"].median_us / timing.median_us, 3),
+        )
+        for name, timing in times.items()
+    ]  # fmt: skip
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Of each e4m3 kernel: our bf16 time over its, geometric mean and least, over the shapes that have it."""
+    lines = []
+    for name in dict.fromkeys(row["implementation"] for row in rows if row["dtype"] == "e4m3"):
+        ratios = [row["vs_bf16"] for row in rows if row["implementation"] == name]
+        mean = math.exp(float(np.mean(np.log(ratios))))
+        lines.append(f"{mean:.3f} of our bf16, least {min(ratios):.3f}, {len(ratios)} shapes: {name}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dims", type=int, nargs="+", default=DIMS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--variant", action="append", default=[], metavar="FIELD=VALUE[,...]")
+    options = parser.parse_args(argv)
+    common.require_gpu()
+    rows: list[dict[str, object]] = []
+    for dim in options.dims:
+        for causal in (False, True):
+            for n in options.tokens:
+                shape = Shape(16384 // n, n, 2048 // dim, dim, causal, "bf16")
+                found = measure(shape, options.variant, options.rounds)
+                rows += found
+                line = ", ".join(f"{row['implementation']} {row['median_us']}" for row in found)
+                print(f"{shape}: {line}", flush=True)
+    common.write_csv("attention_fp8", rows)
+    print("\n".join(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()
