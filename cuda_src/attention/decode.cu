@@ -78,6 +78,9 @@ struct Unit {
   int kv_head = 0;
   int first_row = 0, rows = 0;  // of the KV head's rows
   int keys = 0;                 // of the sequence
+  int parts = 1, own = 0;       // how many blocks have a part of it, and which is this one's
+  int inverse = 0;              // kCluster: of the parts
+  float* part = nullptr;        // where the part goes in device memory
 
   Unit() = default;
   template <class Division>
@@ -201,6 +204,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     bool others_run = !kCluster;  // known to this warp
     const auto begin_unit = [&] {
       unit = Unit(schedule, walk, together, beside, total_rows);
+      if (kSplit && unit.length != unit.tiles) {  // found here, where keys are awaited, and not when all wait for the end
+        const int unit_begin = schedule.unit_begin(walk.sequence, walk.pass);
+        unit.own = own_group - schedule.first_group(unit_begin);
+        unit.parts = schedule.sharing_groups(unit_begin, unit.tiles);
+        if constexpr (kCluster) {
+          unit.inverse = Inbox::inverse_of(unit.parts);
+          if (thread == 0)
+            shared_units[unit.own == 0 ? 1 : 0] = {unit.parts, unit.own, unit.sequence, unit.kv_head, unit.first_row,
+                                                   unit.rows};
+        } else {
+          const i64 place = schedule.place(unit_begin, unit.own);
+          unit.part = partials + (place * together + beside) * State::kFloats;
+        }
+      }
       const auto query_of = [&](int row) { return (unit.first_row + min(row, unit.rows - 1)) / kGroup; };
       const auto head_of = [&](int row) {
         return unit.kv_head * kGroup + (unit.first_row + min(row, unit.rows - 1)) % kGroup;
@@ -221,18 +238,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       if (done > 0) ptx::mbarrier_wait_parity(&combined, (done - 1) % 2);
       state.template store<State>(states + warp * State::kFloats, unit.rows, exponent_scale, value_factor);
       ptx::mbarrier_arrive(&stored);
-      const bool whole = !kSplit || unit.length == unit.tiles;
+      const bool whole = !kSplit || unit.parts == 1;
       const bool last = walk.remaining == unit.length;
       const bool by_all = last || (kMergeHere && !whole);
       if (!by_all && warp != done % kWarps) return;
 
-      const int unit_begin = kSplit ? schedule.unit_begin(walk.sequence, walk.pass) : 0;
-      const auto part_of = [&](int i) {
-        return partials + (static_cast<i64>(schedule.place(unit_begin, i)) * together + beside) * State::kFloats;
-      };
-      const int own = kSplit ? own_group - schedule.first_group(unit_begin) : 0;
-      const int parts = kCluster && !whole ? schedule.sharing_groups(unit_begin, unit.tiles) : 1;
-      float* part = kCluster || whole ? nullptr : part_of(own);
       if (by_all) {
         __syncthreads();
       } else {
@@ -251,32 +261,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         if (whole) {
           result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
         } else if constexpr (kCluster) {
-          inbox.send(total, row, rank - own, parts, own);
+          inbox.send(total, row, rank - unit.own, unit.parts, unit.inverse, unit.own);
         } else {
-          total.store(part + row * State::kPitch);
+          total.store(unit.part + row * State::kPitch);
         }
-      }
-      if constexpr (kCluster) {
-        if (!whole && lane == 0 && (!by_all || warp == 0))
-          shared_units[own == 0 ? 1 : 0] = {parts, own, unit.sequence, unit.kv_head, unit.first_row, unit.rows};
       }
 
       if constexpr (kSplit && kMergeHere) {
         if (!whole) {
-          const int parts = schedule.sharing_groups(unit_begin, unit.tiles);
           __threadfence();
           __syncthreads();
           if (thread == 0) {
             u32* counter = counters + static_cast<i64>(unit.sequence) * units + unit.index;
-            arrived_last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(parts - 1);
+            arrived_last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(unit.parts - 1);
             if (arrived_last) *counter = 0;
             __threadfence();
           }
           __syncthreads();
           if (arrived_last) {
             combine_parts<State, FromOtherBlocks, kWarps>(
-                parts, 0, 1, unit.rows, states,
-                PartsInMemory<State>(partials, schedule, unit_begin, together, beside),
+                unit.parts, 0, 1, unit.rows, states,
+                PartsInMemory<State>(partials, schedule, schedule.unit_begin(walk.sequence, walk.pass), together, beside),
                 [&](int row, const CombinedRow<State>& total) {
                   result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
                 });

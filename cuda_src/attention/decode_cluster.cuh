@@ -47,16 +47,21 @@ struct ClusterInbox {
     return entries + (owner == 0 ? kEntries - 1 - entry : entry) * kPitch;
   }
 
+  // What items are multiplied by, in units of 2^-16, to be divided by `parts`: exact for all there can be.
+  static __device__ __forceinline__ int inverse_of(int parts) {
+    static_assert(kRows * kRowItems * kBlocks < 65536, "items times parts");
+    return static_cast<int>(65536u / static_cast<u32>(parts)) + 1;
+  }
+
   // Sends a row of part `own` to the blocks that end its items; first_rank: of the unit's first block in the cluster.
   template <class Row>
-  __device__ __forceinline__ void send(const Row& total, int row, int first_rank, int parts, int own) const {
+  __device__ __forceinline__ void send(const Row& total, int row, int first_rank, int parts, int inverse, int own) const {
 #pragma unroll
     for (int j = 0; j < State::kVectors; ++j) {
       const int column = State::column(j);
       if (column >= State::kColumns) break;
-      const u32 item = static_cast<u32>(row * kRowItems + column / kItemColumns);
-      const int round = static_cast<int>(item / static_cast<u32>(parts));
-      const int owner = static_cast<int>(item) - round * parts;
+      const int item = row * kRowItems + column / kItemColumns;
+      const int round = item * inverse / 65536, owner = item - round * parts;
       const u32 address = ptx::map_shared_rank(place(owner, round, parts, own), static_cast<u32>(first_rank + owner));
       ptx::store_shared_cluster_f32x4(address + static_cast<u32>(column % kItemColumns) * 4, total.values[j]);
       if (column % kItemColumns == 0)

@@ -59,13 +59,15 @@ struct CombinedRow {
   // Adds the parts first, first + step, ... below `parts`, kBatch at a time. row_of(i): where the row of part i lies.
   template <class From, int kBatch, class RowOf>
   __device__ __forceinline__ void add(int first, int step, int parts, RowOf row_of) {
+    constexpr int kLanes = kBatch <= 4 ? 4 : kBatch <= 8 ? 8 : kBatch <= 16 ? 16 : 32;
     static_assert(kBatch <= 32, "a lane holds the numbers of one part");
     const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll 1
     for (int begin = first; begin < parts; begin += kBatch * step) {
-      const int own = begin + lane * step;
+      // Each kLanes lanes hold all numbers, so that few steps reduce them for all.
+      const int own = begin + lane % kLanes * step;
       float2 numbers = make_float2(negative_infinity(), 0.0f);
-      if (lane < kBatch && own < parts) numbers = From::numbers(row_of(own) + State::kColumns);
+      if (lane % kLanes < kBatch && own < parts) numbers = From::numbers(row_of(own) + State::kColumns);
       float4 loaded[kBatch][State::kVectors];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -77,12 +79,12 @@ struct CombinedRow {
             loaded[i][j] = From::values(row_of(part) + State::column(j));
         }
       }
-      const float largest = fmaxf(reference, warp_max(numbers.x));
+      const float largest = fmaxf(reference, warp_max<kLanes>(numbers.x));
       const float subtract = largest == negative_infinity() ? 0.0f : largest;
       const float correction = ptx::ex2_approx(reference - subtract);
       const float weight = ptx::ex2_approx(numbers.x - subtract);
       reference = largest;
-      sum = fmaf(sum, correction, warp_sum(weight * numbers.y));
+      sum = fmaf(sum, correction, warp_sum<kLanes>(weight * numbers.y));
 #pragma unroll
       for (int j = 0; j < State::kVectors; ++j) scale(values[j], correction);
 #pragma unroll
