@@ -50,6 +50,7 @@ class HopperTiles:
     blocks_per_sm: int = 1
     lazy: bool = False
     ahead: int = 0
+    half_tiles: bool = False
 
     @property
     def block_rows(self) -> int:

@@ -52,7 +52,7 @@ def hopper(
 ) -> Any:  # fmt: skip
     """(out, lse)"""
     inputs = (q, k, v, bias, mask, sinks, alibi_slopes, *(None,) * 5)
-    attributes = (causal, causal_alignment, scale, window, softcap, True, 0.0)
+    attributes = (causal, causal_alignment, scale, window, softcap, True, 0.0, False, None)
     return call(spec_of(tiles), inputs, attributes, (out, None))
 
 

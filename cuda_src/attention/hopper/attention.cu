@@ -42,8 +42,8 @@ using namespace cki;
 using namespace cki::attention;
 
 // Scores of a finished product to logits. kBandTest: some row does not see some key of the tile.
-template <bool kBandTest>
-__device__ __forceinline__ void finish_scores(float (&scores)[kBlockKeys / 2], const Rows& rows, int first_key,
+template <bool kBandTest, int kCount>
+__device__ __forceinline__ void finish_scores(float (&scores)[kCount], const Rows& rows, int first_key,
                                               const Band& band, const LogitRules& rules) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) finish_logits<Features, kBandTest>(scores, r, first_key, rows.query[r], band, rules);
@@ -230,15 +230,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * QueryTile::kBytes);
   const u64 keys_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kKeys);
   const u64 values_at = wgmma_descriptor_mn_major<kValueSpan>(smem + Layout::kValues, ValueTile::kSlabBytes);
-  const auto start_keys = [&](float(&scores)[kBlockKeys / 2]) {
+  const auto start_keys = [&](auto& scores) {
     multiply_keys<Element, QueryTile, KeyTile, kHeadDim>(
         scores, queries_at, wgmma_descriptor_advance(keys_at, key_ring.stage * KeyTile::kBytes));
     ptx::wgmma_commit_group();
   };
   const auto start_values = [&](Rows& rows) {
-    multiply_values<Element, ValueTile, kValueDim>(
-        rows.output, rows.weights, wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes));
-    ptx::wgmma_commit_group();
+    const u64 values = wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes);
+    const auto start = [&](auto steps) {
+      multiply_values<Element, ValueTile, kValueDim, steps.kValue>(rows.output, rows.weights, values);
+      ptx::wgmma_commit_group();  // in each branch: a group that ends behind a branch is closed in it and once more behind it
+    };
+    if (kHalves && rows.is_half) {
+      start(Constant<kWeightSteps / 2>{});
+    } else {
+      start(Constant<kWeightSteps>{});
+    }
   };
   // A tile of which the block needs something, but this warpgroup nothing. It keeps its place in the rings and turns.
   const auto skip_tile = [&] {
@@ -252,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     value_ring.release();
   };
   // S of the first tile, with nothing to overlap it.
-  const auto first_scores = [&](float(&scores)[kBlockKeys / 2]) {
+  const auto first_scores = [&](auto& scores) {
     key_ring.wait_full();
     turns.take();
     ptx::wgmma_fence();
@@ -262,13 +269,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
   };
-  const auto first_softmax = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Band& band, auto band_test,
-                                 int tile) {
+  const auto first_softmax = [&](auto& scores, Rows& rows, const Band& band, auto band_test, int tile) {
     float correction[2];
     finish_scores<decltype(band_test)::kValue>(scores, rows, tile * kBlockKeys, band, rules);
     take_tile<decltype(band_test)::kValue || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction,
                                                                           exponent_scale);
-    pack_weights<Element>(rows.weights, [&](int i) { return scores[i]; });
+    pack_weights<Element, static_cast<int>(sizeof(scores)) / 32>(rows.weights, [&](int i) { return scores[i]; });
   };
   // S of `tile` and its softmax, beside the values of the tile before. Where the wait for these stands decides the speed: in
   // front of the softmax they would no longer run beside it, behind it the rescaling of the output and the packing of weights
@@ -286,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     value_ring.wait_full();
     ptx::wgmma_fence();
     start_values(rows);
+    if constexpr (kHalves) rows.is_half = false;
     turns.pass();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
@@ -309,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       finish_values();
       softmax.template take<kBlockKeys / 4, kBlockKeys / 2>();
       softmax.finish();
-      pack_weights<Element>(rows.weights, [&](int i) { return softmax.taken(i); });
+      pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return softmax.taken(i); });
     } else if constexpr (kRowByRow) {
       const auto reference = [&](int r) {
         return take_reference<kMayHide>(scores, r, rows.softmax[r], correction[r], exponent_scale);
@@ -334,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       finish_values();
     }
     if constexpr (!kLazy) {
-      pack_weights<Element>(rows.weights, [&](int i) { return scores[i]; });
+      pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return scores[i]; });
       scale_rows(rows.output, correction);
     }
   };
@@ -350,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const auto part_of = [&](const SequenceTile& tile) { return Part(tile, band_of(tile), consumer); };
   work.begin_consumer();
   Part part = part_of(work.tile);
-  float scores[kBlockKeys / 2];
+  float scores[kBlockKeys / 2], half_scores[kBlockKeys / 4];
   while (work.has_work()) {
     const SequenceTile tile = part.tile;
     const Band band = part.band;
@@ -369,13 +376,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       query_ring.wait_full();
       const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
       for (; j >= own_end; --j) skip_tile();
-      if (!own.is_empty()) first_scores(scores);
+      if (kHalves) rows.is_half = own.end - j * kBlockKeys <= kBlockKeys / 2;
     }
     if (!own.is_empty()) {
-      if (kHasLimits || own.passes_common_end(j)) {
-        first_softmax(scores, rows, band, Constant<true>{}, j);
+      const auto begin = [&](auto& tile_scores, auto band_test) {
+        first_scores(tile_scores);
+        first_softmax(tile_scores, rows, band, band_test, j);
+      };
+      if (kHalves && rows.is_half) {
+        if constexpr (kHalves) begin(half_scores, Constant<true>{});
+      } else if (kHasLimits || own.passes_common_end(j)) {
+        begin(scores, Constant<true>{});
       } else {
-        first_softmax(scores, rows, band, Constant<false>{}, j);
+        begin(scores, Constant<false>{});
       }
       if (j == own.begin_tile) query_ring.release_own();
       --j;

@@ -41,6 +41,11 @@ constexpr bool kRowByRow = kValueDim > 128 && !kScaleFirst && !kMask;
 // for whole tiles cost registers.
 constexpr bool kTestAll = kHasLimits && (kScaleFirst || kMask);
 
+constexpr int kWeightSteps = kBlockKeys / 16;  // products of a tile of values
+// Whether a warpgroup's last tile of keys may be half a tile, which halves its products and its softmax. Causal: half of the
+// warpgroups see half of the tile on the diagonal.
+constexpr bool kHalves = kHalfTiles && kWeightSteps % 2 == 0;
+
 // Whether consumers take the next tile in one place, after all else. Of two places ptxas does not see that both give the same
 // tile to all lanes: with packed sequences it then prepares the main loop for split warps, and spills.
 constexpr bool kLooksLate = kVarlen;
@@ -49,9 +54,9 @@ static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form"
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 
 // A compile-time choice as an argument of a lambda.
-template <bool kChoice>
+template <auto kChoice>
 struct Constant {
-  static constexpr bool kValue = kChoice;
+  static constexpr auto kValue = kChoice;
 };
 
 using Band = KeyBand<kLimitLeft, kLimitRight>;
@@ -68,7 +73,8 @@ using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRigh
 // What a consumer's thread keeps of its two rows from tile to tile.
 struct Rows {
   float output[kValueDim / 2];
-  u32 weights[kBlockKeys / 16][4];  // of the tile whose values are to be added next
+  u32 weights[kWeightSteps][4];  // of the tile whose values are to be added next
+  bool is_half = false;          // whether only half of them are to be
   SoftmaxRow softmax[2];
   QueryRow<BiasElement> query[2];
 

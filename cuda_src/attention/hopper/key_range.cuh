@@ -11,6 +11,7 @@ template <int kBlockKeys>
 struct KeyRange {
   int begin_tile;    // tiles [begin_tile, end_tile) hold a key that some row may see
   int end_tile;
+  int end;           // keys from here on are seen by no row
   int common_begin;  // keys [common_begin, common_end) are seen by all rows
   int common_end;
 
@@ -20,7 +21,8 @@ struct KeyRange {
     common_begin = band.begin(end_row - 1);
     common_end = band.end(first_row);
     begin_tile = band.begin(first_row) / kBlockKeys;
-    end_tile = first_row < end_row ? (band.end(end_row - 1) + kBlockKeys - 1) / kBlockKeys : 0;
+    end = band.end(end_row - 1);
+    end_tile = first_row < end_row ? (end + kBlockKeys - 1) / kBlockKeys : 0;
   }
 
   __device__ __forceinline__ bool is_empty() const { return begin_tile >= end_tile; }
