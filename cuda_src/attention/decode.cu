@@ -180,10 +180,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const auto fetch_tile = [&](int stage) {
       if (fetched < to_fetch) {
         const int holder = fetched % 32;
+        if (holder == 16) search.advance(schedule, 32 * kWarps);
         if (holder == 16 || (fetched == 0 && Division::kOrder != Order::kDealt)) ahead = entry_of(search);
         if (holder == 0) {
           found = place_of(search, ahead);
-          search.advance(schedule, 32 * kWarps);
           if constexpr (Source::kLookUpKeys) entry = source.look_up(Source::of_lane(found, 0));
         }
         TilePlace place = Source::of_lane(found, holder);

@@ -77,6 +77,7 @@ enum class Order { kLine, kDealt, kAlone };
 template <Order kOrderOfTiles>
 struct Schedule {
   static constexpr Order kOrder = kOrderOfTiles;
+  static constexpr int kLaneSequences = 4;
   static constexpr bool kOne = kOrder != Order::kLine;
   int* keys_of;
   int* before;
@@ -104,10 +105,24 @@ struct Schedule {
   template <int kThreads, class Lengths>
   __device__ __forceinline__ void measure(const Lengths& lengths) {
     const int thread = static_cast<int>(threadIdx.x);
-    if (sequences <= 32) {
+    if (sequences <= 32 * kLaneSequences) {  // one warp, each lane some neighbouring sequences
       if (thread < 32) {
-        const int count = thread < sequences ? lengths.keys(thread) : 0;
-        enter(thread, count, sum_up_to_lane(thread < sequences ? lengths.tiles(count) : 0));
+        int counts[kLaneSequences], ends[kLaneSequences], sum = 0;
+        const int each = (sequences + 31) / 32;
+#pragma unroll
+        for (int j = 0; j < kLaneSequences; ++j) {
+          const int i = thread * each + j;
+          counts[j] = j < each && i < sequences ? lengths.keys(i) : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < kLaneSequences; ++j) {
+          if (j < each && thread * each + j < sequences) sum += lengths.tiles(counts[j]);
+          ends[j] = sum;
+        }
+        const int up_to_lane = sum_up_to_lane(sum);
+#pragma unroll
+        for (int j = 0; j < kLaneSequences; ++j)
+          if (j < each) enter(thread * each + j, counts[j], up_to_lane - sum + ends[j]);
       }
       __syncthreads();
       return;
@@ -159,17 +174,19 @@ struct Schedule {
     return (round * (groups - 1) + group) * kDealtTiles + position;
   }
 
+  // A whole warp asks for the same position: 32 places at a time are looked at.
   __device__ __forceinline__ int sequence_at(int position) const {
-    int low = 0, high = kOne ? 1 : sequences;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (before[middle] * passes <= position) {
-        low = middle;
-      } else {
-        high = middle;
-      }
+    if constexpr (kOne) return 0;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    int first = 0, count = sequences;  // it is one of these
+    while (count > 1) {
+      const int step = (count + 31) / 32;
+      const bool begun = lane * step < count && before[first + lane * step] * passes <= position;
+      const int whole_steps = __popc(__ballot_sync(kFullWarp, begun)) - 1;
+      first += whole_steps * step;
+      count = min(step, count - whole_steps * step);
     }
-    return low;
+    return first;
   }
 
   __device__ __forceinline__ int unit_begin(int sequence, int pass) const {
