@@ -16,7 +16,7 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.linear import pair_access
-from cki.heuristics.linear_hopper import LAUNCH_REGISTERS, REGISTER_SHARES, HopperTile, tile_count
+from cki.heuristics.linear_hopper import LAUNCH_REGISTERS, HopperTile, tile_count
 from cki.heuristics.rows import row_batches
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
@@ -31,7 +31,11 @@ BLOCK = 128
 _ARCH = "sm_90a"
 _PARAMS = "TTTPPPPiiiqqqqqqq"
 #: The same rows of 128 bytes as of 64 elements of 16 bits, so the tile's numbers are those.
-_TILE = HopperTile(128, 128, 6)
+_TILE = HopperTile(128, 128, 5)
+#: Of a stage, behind the layout that other tiles have: a scale a row, one for all columns, and whole units of 16 bytes.
+_SCALE_BYTES = (_TILE.block_m + 4) * 4
+#: Registers of (producer, consumer) threads: 128 * 56 + 256 * 224.
+_REGISTER_SHARES = (56, 224)
 _CODES = (dtypes.e4m3, dtypes.u8)
 OUT_DTYPES = {"bf16": dtypes.bf16, "f16": dtypes.f16}
 
@@ -99,7 +103,7 @@ def plan_linear_fp8(
             bias or NullPointer(), y, rows, columns, depth, *scale_steps, 1 if bias is None else bias.strides[0],
             y_stride, y_step,
         ),
-        smem=_TILE.shared_memory, programmatic=True,
+        smem=_TILE.shared_memory + _TILE.stages * _SCALE_BYTES, programmatic=True,
         reason=f"{rows} x {depth} by {columns}: e4m3 wgmma and TMA, {tiles} tiles of {_TILE.block_m} x {_TILE.block_n}",
     )  # fmt: skip
     return (step,)
@@ -132,7 +136,7 @@ def fp8_kernel(
     pair_bias: bool = True,
 ) -> KernelSpec:
     """The kernel of one configuration.  dtype: of y."""
-    producer, consumer = REGISTER_SHARES
+    producer, consumer = _REGISTER_SHARES
     return kernel_spec(
         "gemm/hopper/linear_fp8.cu", "linear_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kBlockM=_TILE.block_m, kBlockN=_TILE.block_n,

@@ -24,10 +24,10 @@ struct StageRing {
   __device__ __forceinline__ explicit StageRing(unsigned char* memory)
       : full(reinterpret_cast<u64*>(memory)), empty(reinterpret_cast<u64*>(memory) + kStages) {}
 
-  // By one thread of the block, before the barrier that publishes it.
-  __device__ __forceinline__ void initialise(int consumer_warps) const {
+  // By one thread of the block, before the barrier that publishes it. arrivals: of producers at `full`, a stage.
+  __device__ __forceinline__ void initialise(int consumer_warps, u32 arrivals = 1) const {
     for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(full + i, 1);
+      ptx::mbarrier_init(full + i, arrivals);
       ptx::mbarrier_init(empty + i, static_cast<u32>(consumer_warps));
     }
   }

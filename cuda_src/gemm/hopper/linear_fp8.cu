@@ -8,12 +8,15 @@
 // Sums.    A stage is 128 elements of K, which have one scale. Its four products go into accumulators of their own, and
 //          those, times both scales, are added to the tile's sums in fp32: the tensor core adds e4m3 products with 14
 //          bits or so, which would be too few along K. The next stage's products, in other accumulators, run meanwhile.
+// Scales.  A warp beside the producer copies a stage's 128 scales of rows and the one of columns behind its codes
+//          (cp.async, which arrives at the stage's barrier): consumers that loaded them would wait for memory in front
+//          of their next products.
 // Traffic. As there, of half as many bytes; 4 bytes of scales for each 128 of x.
 //
 // Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kHasBias, kTmaStore,
 //   kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 128 x kBlockM, w_map 128 x kBlockN, y_map 64 x 16, unused without kTmaStore.
-// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
+// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and kScaleBytes a stage.
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
@@ -21,6 +24,7 @@
 #include "gemm/hopper/row_norm.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
@@ -48,6 +52,30 @@ struct Rules {
 using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
 using Ring = StageRing<kStages>;
 
+constexpr int kStageScales = kBlockM + 4;  // floats: rows', the columns', and none, for whole units of 16 bytes
+constexpr int kScaleBytes = kStageScales * 4;
+static_assert(Layout::kBytes % 16 == 0, "scales begin at a whole unit");
+
+// One warp: a tile's scales, stage by stage, with the producer's cursor. x_scale: of the tile's first row, of `rows` that
+// exist. Its lanes' copies arrive at `full`.
+__device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const float* x_scale, const float* w_scale,
+                                            int rows, int k_tiles, i64 x_scale_row, i64 x_scale_k, i64 w_scale_k) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int k = 0; k < k_tiles; ++k) {
+    ring.wait_empty();
+    float* stage = scales + ring.stage * kStageScales;
+#pragma unroll
+    for (int i = 0; i < kBlockM / 32; ++i) {
+      const int row = lane + i * 32;
+      ptx::cp_async<4>(stage + row, x_scale + min(row, rows - 1) * x_scale_row + k * x_scale_k);
+    }
+    if (lane == 0) ptx::cp_async<4>(stage + kBlockM, w_scale + k * w_scale_k);
+    ptx::cp_async_mbarrier_arrive_noinc(ring.full + ring.stage);
+    ring.advance();
+  }
+}
+
 // Waits for the ring's stage and starts its products, alone in `part`.
 __device__ __forceinline__ void start_products(float (&part)[kBlockN / 2], Ring& ring, u64 x_at, u64 w_at) {
   ring.wait_full();
@@ -74,17 +102,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
 
   Ring ring(smem + Layout::kRing);
+  float* const scales = reinterpret_cast<float*>(smem + Layout::kBytes);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
     if constexpr (kTmaStore) ptx::prefetch_tensormap(&y_map);
-    ring.initialise(4 * kConsumers);
+    ring.initialise(4 * kConsumers, 1 + 32);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x / 32 == 1) {
+      ptx::griddepcontrol_wait();
+      for (int number = block; number < tiles; number += blocks) {
+        const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+        const int row = tile.m * kBlockM;
+        copy_scales(scales, ring, x_scale + row * x_scale_row, w_scale + tile.n * w_scale_n, rows - row, k_tiles,
+                    x_scale_row, x_scale_k, w_scale_k);
+      }
+#pragma unroll 1
+      for (int i = 0; i < kStages; ++i) {  // its copies have landed when what they brought has been read
+        ring.wait_empty();
+        ring.advance();
+      }
+    }
     if (threadIdx.x >= 32 || !ptx::elect_one()) return;
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
@@ -119,47 +162,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
     const int first_row = tile.m * kBlockM + consumer * 64 + warp * 16, first_column = tile.n * kBlockN;
     gemm::prefetch_inputs<Rules, 1, kBlockN>(result, first_row, first_column);
-    const float* x_scales[2];  // of the lane's two rows
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      x_scales[half] = x_scale + min(first_row + lane / 4 + half * 8, rows - 1) * x_scale_row;
-    }
-    const float* w_scales = w_scale + tile.n * w_scale_n;
     float sum[1][kBlockN / 2] = {};
     float even[kBlockN / 2], odd[kBlockN / 2];  // products of stages in turn
-    float x_next[2] = {*x_scales[0], *x_scales[1]}, w_next = *w_scales;
-    Ring done = ring;  // one stage behind
-    start_products(even, ring, x_at, w_at);
-    // The sums of the stage whose products are in `part`; its scales have been loaded, those of stage `next` are.
-    const auto add_stage = [&](float(&part)[kBlockN / 2], int next) {
+    Ring done = ring;                           // one stage behind
+    // The scales of the stage in turn, which has landed.
+    const auto load_factors = [&](float(&factor)[2]) {
+      const float* stage = scales + done.stage * kStageScales;
+      const float* own = stage + consumer * 64 + warp * 16 + lane / 4;
+      const float of_columns = stage[kBlockM];
+      factor[0] = own[0] * of_columns;
+      factor[1] = own[8] * of_columns;
+    };
+    // Adds its products, which have ended.
+    const auto add_stage = [&](float(&part)[kBlockN / 2], const float(&factor)[2]) {
       ptx::wgmma_fence_registers(part);
       done.release();
-      const float factor[2] = {x_next[0] * w_next, x_next[1] * w_next};
-      const int ahead = min(next, k_tiles - 1);
-      x_next[0] = x_scales[0][ahead * x_scale_k];
-      x_next[1] = x_scales[1][ahead * x_scale_k];
-      w_next = w_scales[ahead * w_scale_k];
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) sum[0][i] = fmaf(part[i], factor[i / 2 % 2], sum[0][i]);
     };
+    float factor[2];
     int k = 0;
+    start_products(even, ring, x_at, w_at);
     for (; k + 2 < k_tiles; k += 2) {
       start_products(odd, ring, x_at, w_at);
+      load_factors(factor);
       ptx::wgmma_wait_group<1>();
-      add_stage(even, k + 1);
+      add_stage(even, factor);
       start_products(even, ring, x_at, w_at);
+      load_factors(factor);
       ptx::wgmma_wait_group<1>();
-      add_stage(odd, k + 2);
+      add_stage(odd, factor);
     }
     if (k + 1 < k_tiles) {
       start_products(odd, ring, x_at, w_at);
+      load_factors(factor);
       ptx::wgmma_wait_group<1>();
-      add_stage(even, k + 1);
+      add_stage(even, factor);
+      load_factors(factor);
       ptx::wgmma_wait_group<0>();
-      add_stage(odd, k + 2);
+      add_stage(odd, factor);
     } else {
+      load_factors(factor);
       ptx::wgmma_wait_group<0>();
-      add_stage(even, k + 1);
+      add_stage(even, factor);
     }
     gemm::SlabInputs<Rules, Element, Bias> inputs;
     inputs.load(result, first_row, first_column);
