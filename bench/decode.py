@@ -197,9 +197,8 @@ class Variant:
 def candidates(cell: Cell) -> list[Variant]:
     """Configurations worth timing for a cell; those that do not fit are refused at their launch and left out."""
     found = [Variant(*shape) for shape in ((4, 6, 1), (8, 3, 1), (4, 3, 2))]
-    found += [Variant(*shape, cluster=True) for shape in ((4, 6, 1), (8, 3, 1), (4, 3, 2))]
-    if cell.batch == 1:
-        found += [Variant(warps, stages, groups=8, cluster=True) for warps, stages in ((8, 3), (4, 6))]
+    found += [Variant(*shape, groups=8, cluster=True) for shape in ((4, 6, 1), (8, 3, 1), (12, 2, 1))]
+    found.append(Variant(4, 3, 2, groups=16, cluster=True))
     return found
 
 
