@@ -2,7 +2,7 @@
 
     python bench/decode.py                        # the grid of batches and contexts: 32/8 heads of 128, bf16
     python bench/decode.py --set blocks fp8       # other sets: blocks, groups, dims, fp8, skew, append
-    python bench/decode.py --cell 4x16384 --tune  # one cell; other configurations, too
+    python bench/decode.py --cell 4x16384 --tune  # one cell; clusters of other sizes, too
     python bench/decode.py --cell 8x32768:kv=e4m3,block=64,heads=64,kv_heads=8,dim=128,queries=1
 
 Blocks of the cache are in random order, queries are one token a sequence.  GB/s counts keys and values (and scales)
@@ -196,8 +196,7 @@ class Variant:
 
 def candidates(cell: Cell) -> list[Variant]:
     """Configurations worth timing for a cell; those that do not fit are refused at their launch and left out."""
-    found = [Variant(*shape) for shape in ((4, 6, 1), (8, 3, 1), (4, 3, 2))]
-    found += [Variant(*shape, groups=8, cluster=True) for shape in ((4, 6, 1), (8, 3, 1), (12, 2, 1))]
+    found = [Variant(*shape, groups=8, cluster=True) for shape in ((4, 6, 1), (8, 3, 1), (12, 2, 1))]
     found.append(Variant(4, 3, 2, groups=16, cluster=True))
     return found
 
