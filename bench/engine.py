@@ -65,12 +65,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="fewer than the model has, for a quick look")
     parser.add_argument("--budget", type=float, help="seconds after which no other row is begun")
     parser.add_argument("--compile-only", action="store_true", help="compile the kernels of all rows and end")
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(engine_models.VARIANTS), default=["plain"],
+        help="fused: norms and gates inside products of few rows; merged: and attention's merge inside its launch",
+    )  # fmt: skip
     parser.add_argument("--transformers", nargs="*", choices=("eager", "compiled"), default=[])
     arguments = parser.parse_args(argv)
     clock = Clock(arguments.budget)
     device = cuda_device(0)
     configs = {name: engine_models.config_of(name, arguments.layers) for name in arguments.models}
-    kernels = [k for c in configs.values() for k in engine_models.step_kernels(c, arguments.batches, device)]
+    kernels = [
+        kernel for config in configs.values() for variant in arguments.variants
+        for kernel in engine_models.step_kernels(config, arguments.batches, device, **engine_models.VARIANTS[variant])
+    ]  # fmt: skip
     seconds = engine_models.compile_ahead(kernels, driver.native_arch(0))
     clock.say(f"{len(set(kernels))} kernels compiled or found in {seconds:.1f} s")
     if arguments.compile_only:
@@ -81,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     try:
         for name in arguments.models:
-            rows += model_rows(name, arguments, copy, clock)
+            for variant in arguments.variants:
+                rows += model_rows(name, variant, arguments, copy, clock)
         rows += peer_rows(arguments, clock)
     finally:
         if rows:
@@ -109,11 +117,17 @@ def copy_rate(nbytes: int = 1 << 30) -> float:
     return max(rate(lambda: target.copy_(source)), rate(lambda: torch.add(source, 1.0, out=target)))
 
 
-def model_rows(name: str, arguments: argparse.Namespace, copy: float, clock: Clock) -> Iterator[Row]:
+def model_rows(
+    name: str, variant: str, arguments: argparse.Namespace, copy: float, clock: Clock
+) -> Iterator[Row]:
     """Rows of one model, batch after batch."""
     device, context = cuda_device(0), arguments.context
     most = max(arguments.batches)
-    sizes: dict[str, Any] = {"context": context + STEPS + 64, "sequences": most}
+    sizes: dict[str, Any] = {
+        "context": context + STEPS + 64,
+        "sequences": most,
+        **engine_models.VARIANTS[variant],
+    }
     short = engine_models.make_model(engine_models.config_of(name, GATE_LAYERS), device, **sizes)
     model = engine_models.make_model(engine_models.config_of(name, arguments.layers), device, **sizes)
     clock.say(f"{name}: weights of {model.weight_nbytes / 1e9:.2f} GB are there")
@@ -125,9 +139,10 @@ def model_rows(name: str, arguments: argparse.Namespace, copy: float, clock: Clo
         start = time.perf_counter()
         if passes(name, short, model, batch, context, clock):
             for row in decode_rows(name, model, batch, context, copy):
-                yield row
+                yield {**row, "variant": variant}
                 clock.say(
-                    f"{name} batch {batch}: {row['op']} {row['median_us']} us, {row['tokens_per_s']} tokens/s, "
+                    f"{name} {variant} batch {batch}: "
+                    f"{row['op']} {row['median_us']} us, {row['tokens_per_s']} tokens/s, "
                     f"{row['of_copy']} of a copy ({row['roof_us']} us), {row['launches']} launches"
                 )
         took = time.perf_counter() - start

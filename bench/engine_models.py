@@ -33,6 +33,10 @@ SMOLLM2_135M = {
     "torch_dtype": "bfloat16", "eos_token_id": 2,
 }  # fmt: skip
 SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
+#: Options of `DecoderPlanner` by name.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {}, "fused": {"fused": True}, "merged": {"fused": True, "merge_inside": True},
+}  # fmt: skip
 #: Tokens of the longest sequence: the engine's own default, so tables are as wide as a user's.
 MAX_LENGTH = 8192
 MAX_SEQUENCES = 64
@@ -62,8 +66,9 @@ def fill_at_random(role: str, tensor: CacheTensor) -> None:
 
 
 def make_model(
-    config: ModelConfig, device: DeviceInfo, *, context: int, sequences: int, dtype: DType = dtypes.bf16
-) -> DecoderModel:
+    config: ModelConfig, device: DeviceInfo, *, context: int, sequences: int, dtype: DType = dtypes.bf16,
+    **variant: bool,
+) -> DecoderModel:  # fmt: skip
     """Random weights, and a cache of random keys and values that holds so many sequences of `context` tokens."""
     limits = ModelLimits(MAX_SEQUENCES, 2048, MAX_LENGTH)
     weights = DeviceWeights(config, fill_at_random, dtype, device, MAX_LENGTH)
@@ -71,7 +76,7 @@ def make_model(
     block = 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim * dtype.itemsize
     nbytes = max(blocks, MAX_LENGTH // BLOCK_SIZE) * block
     model = DecoderModel(
-        config, weights, device=device, limits=limits, block_size=BLOCK_SIZE, cache_nbytes=nbytes
+        config, weights, device=device, limits=limits, block_size=BLOCK_SIZE, cache_nbytes=nbytes, **variant
     )
     for number in range(config.num_layers):
         layer = model.cache.layer(number)
@@ -102,11 +107,15 @@ def synchronize(device: DeviceInfo) -> None:
 
 
 def step_kernels(
-    config: ModelConfig, batches: Sequence[int], device: DeviceInfo, dtype: DType = dtypes.bf16
+    config: ModelConfig,
+    batches: Sequence[int],
+    device: DeviceInfo,
+    dtype: DType = dtypes.bf16,
+    **variant: bool,
 ) -> list[KernelSpec]:
     """The kernels of decode steps, those of each batch behind those of the one before."""
     geometry = CacheGeometry(MAX_LENGTH // BLOCK_SIZE, BLOCK_SIZE, MAX_LENGTH // BLOCK_SIZE)
-    planner = DecoderPlanner(config, dtype, geometry, MAX_LENGTH, MAX_SEQUENCES)
+    planner = DecoderPlanner(config, dtype, geometry, MAX_LENGTH, MAX_SEQUENCES, **variant)
     plans = [planner.plan(StepShape(batch, batch, True), device) for batch in batches]
     return list(dict.fromkeys(step.kernel for plan in plans for step in plan.steps))
 

@@ -12,6 +12,7 @@ Which sequences run, and when, is the scheduler's matter (`cki.engine.scheduler`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,13 +114,14 @@ class DecoderModel:
 
     weights: on that device (`DeviceWeights`); activations and cache are of their type.  cache_nbytes: of keys and
     values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
-    graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.
+    graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.  fused,
+    merge_inside: see `DecoderPlanner`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
-        stream: int | None = None,
+        stream: int | None = None, fused: bool = False, merge_inside: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
@@ -127,14 +129,18 @@ class DecoderModel:
         self.weights = weights
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
-            config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences
+            config,
+            self.dtype,
+            CacheGeometry(1, block_size, columns),
+            weights.positions,
+            limits.max_sequences,
         )
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()
         self.cache = self._make_cache(block_size, columns, cache_nbytes)
         self.limits = limits._replace(max_length=min(limits.max_length, self.cache.num_blocks * block_size))
         geometry = CacheGeometry(self.cache.num_blocks, block_size, columns)
-        self._planner = DecoderPlanner(config, self.dtype, geometry, weights.positions, limits.max_sequences)
+        self._planner = replace(self._planner, cache=geometry, fused=fused, merge_inside=merge_inside)
         self._workspace = Workspace(device)
         self._programs: dict[StepShape, StepProgram] = {}
         self._readbacks: dict[tuple[bool, bool, bool], Readback] = {}
@@ -147,6 +153,8 @@ class DecoderModel:
         self._inputs = StagedTensors(self.device, [specs.pop(name) for name in _UPLOADED])
         self._sampling = StagedTensors(self.device, [specs.pop(name) for name in _OF_REQUESTS])
         self._buffers = DeviceTensors(self.device, list(specs.values()))
+        self._buffers.write("counters", np.zeros(self._buffers["counters"].shape))
+        self._buffers.finish()
 
     def _make_cache(self, block_size: int, columns: int, nbytes: int | None) -> PagedKVCache:
         c = self.config

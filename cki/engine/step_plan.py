@@ -24,14 +24,13 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_weights import weight_shapes
+from cki.engine.products import Products
 from cki.operand import Operand, dense
 from cki.ops.advance import plan_advance
 from cki.ops.attention import PackedSequences, plan_attention
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.embedding import plan_embed_tokens
-from cki.ops.gated_linear import plan_gated_linear
-from cki.ops.linear import plan_linear
-from cki.ops.norm import plan_rms_norm
+from cki.ops.linear_decode import Norm
 from cki.ops.paged import plan_paged_attention
 from cki.ops.rope import Rotation, plan_append_kv
 from cki.ops.sampling import plan_sample_tokens
@@ -79,7 +78,9 @@ class DecoderPlanner:
     """Plans steps of one model.
 
     dtype: of weights, activations, cache and logits.  positions: of the table of cosines and sines.  seen_rows:
-    sequences whose tokens are remembered for the repetition penalty.
+    sequences whose tokens are remembered for the repetition penalty.  fused: decode steps of few sequences take norms
+    and gates into their products (`cki.ops.linear_decode`), where those can.  merge_inside: their attention merges in
+    its own launch.
     """
 
     config: ModelConfig
@@ -87,6 +88,8 @@ class DecoderPlanner:
     cache: CacheGeometry
     positions: int
     seen_rows: int
+    fused: bool = False
+    merge_inside: bool = False
 
     def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
@@ -109,6 +112,7 @@ class DecoderPlanner:
             "logprobs": ((n,), dtypes.f32),
             "top_tokens": ((n, MAX_ALTERNATIVES), dtypes.i32),
             "top_logprobs": ((n, MAX_ALTERNATIVES), dtypes.f32),
+            "counters": ((n * c.num_heads,), dtypes.u32),  # zeros before and after each step
             "seen": ((self.seen_rows, -(-c.vocab_size // 32)), dtypes.u32),
             **{name: ((n,), dtype) for name, dtype in SAMPLING.items()},
         }
@@ -139,11 +143,13 @@ class DecoderPlanner:
         if not shape.decode:
             last = buffer["last"]
             steps += plan_embed_tokens(buffer["last_rows"], x, last, device)
-        normed = dense("normed", last.shape, self.dtype)
-        eps = self.config.rms_norm_eps
-        steps += plan_rms_norm(last, weight["final_norm"], normed, device, eps=eps)
-        head = weight.get("head", weight["embed"])
-        steps += plan_linear(normed, head, None, None, buffer["logits"], device, weight_layout="out_in")
+        products = Products(
+            device, dense("normed", last.shape, self.dtype), fused=self.fused and shape.decode
+        )
+        norm = Norm(weight["final_norm"], self.config.rms_norm_eps)
+        steps += products.linear(
+            last, weight.get("head", weight["embed"]), None, None, buffer["logits"], norm
+        )
         steps += plan_sample_tokens(
             buffer["logits"], buffer["sampled"], buffer["logprobs"], device,
             top_tokens=buffer["top_tokens"], top_logprobs=buffer["top_logprobs"], seen=buffer["seen"],
@@ -195,16 +201,12 @@ class _LayerPlanner:
     def _given(self, role: str) -> Operand:
         return self.weight[self.prefix + role]
 
-    def _norm(self, x: Operand, role: str) -> tuple[Step, ...]:
-        eps = self.model.config.rms_norm_eps
-        return plan_rms_norm(x, self._given(role), self.buffer["normed"], self.device, eps=eps)
+    def _norm(self, role: str) -> Norm:
+        return Norm(self._given(role), self.model.config.rms_norm_eps)
 
-    def _linear(
-        self, x: Operand, role: str, bias: str, y: Operand, residual: Operand | None
-    ) -> tuple[Step, ...]:
-        return plan_linear(
-            x, self._given(role), self._weight(bias), residual, y, self.device, weight_layout="out_in"
-        )
+    @property
+    def _products(self) -> Products:
+        return Products(self.device, self.buffer["normed"], fused=self.model.fused and self.shape.decode)
 
     def _planned(self, plan: Plan) -> tuple[Step, ...]:
         for slot, nbytes in plan.workspace:
@@ -214,8 +216,10 @@ class _LayerPlanner:
     def attention_block(self, x: Operand) -> tuple[Step, ...]:
         """x += attention(norm(x)) wo."""
         qkv, attended = self.buffer["qkv"], self.buffer["attended"]
-        steps = self._norm(x, "norm1") + self._linear(self.buffer["normed"], "wqkv", "bqkv", qkv, None)
-        return steps + self._attention(qkv, attended) + self._linear(attended, "wo", "bo", x, x)
+        products = self._products
+        steps = products.linear(x, self._given("wqkv"), self._weight("bqkv"), None, qkv, self._norm("norm1"))
+        steps += self._attention(qkv, attended)
+        return steps + products.linear(attended, self._given("wo"), self._weight("bo"), x, x)
 
     def _attention(self, qkv: Operand, attended: Operand) -> tuple[Step, ...]:
         c, shape = self.model.config, self.shape
@@ -239,7 +243,7 @@ class _LayerPlanner:
             plan = plan_paged_attention(
                 q.view((tokens, 1, c.num_heads, dim), (width, width, dim, 1)), k_cache, v_cache, lengths,
                 attended.view((tokens, 1, c.num_heads, dim), (q_end, q_end, dim, 1)), self.device,
-                block_table=table, left=left,
+                block_table=table, left=left, counters=self.buffer["counters"] if self.model.merge_inside else None,
             )  # fmt: skip
             return steps + self._planned(plan)
         packed = PackedSequences(
@@ -264,9 +268,13 @@ class _LayerPlanner:
 
     def feed_forward(self, x: Operand) -> tuple[Step, ...]:
         """x += (activation(gate) * up) wd, gate and up of norm(x)."""
-        normed, inner = self.buffer["normed"], self.buffer["inner"]
-        gated = plan_gated_linear(
-            normed, self._given("wgu"), self._weight("bgu"), inner, self.device,
-            activation=self.model.config.activation, weight_layout="out_in",
-        )  # fmt: skip
-        return self._norm(x, "norm2") + self._planned(gated) + self._linear(inner, "wd", "bd", x, x)
+        products, inner = self._products, self.buffer["inner"]
+        gated = products.gated(
+            x,
+            self._given("wgu"),
+            self._weight("bgu"),
+            inner,
+            self._norm("norm2"),
+            self.model.config.activation,
+        )
+        return self._planned(gated) + products.linear(inner, self._given("wd"), self._weight("bd"), x, x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,29 @@ def test_steps_have_the_logits_of_the_definition(device, name):
     step(model.prefill, {1: 2, 0: 1, 2: 1})
     step(model.decode, {0: 1, 2: 1})
     assert done == [13, 5, 22]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_steps_are_as_near_to_the_definition(device, name):
+    """Norms and gates inside the products, in f16: three rows of a decode step."""
+    config = replace(MODELS[name], dtype="f16")
+    weights = random_weights(config, dtype=np.float16)
+    ids = [[5, 9, 77, 3, 50], [8], [1, 2, 3]]
+    truth = np.array([decoder(weights, config, np.array([*tokens, 7]))[-1] for tokens in ids])
+    errors = []
+    for fused in (False, True):  # the second time with attention's merge inside, too
+        placed = DeviceWeights(config, weights, dtypes.f16, device.info, LIMITS.max_length)
+        model = DecoderModel(
+            config, placed, device=device.info, block_size=4, limits=LIMITS, fused=fused, merge_inside=fused
+        )
+        sequences = [model.cache.allocate_sequence() for _ in ids]
+        model.prefill([StepRow(*row) for row in zip(sequences, ids)]).wait()
+        model.decode([StepRow(sequence, [7]) for sequence in sequences]).wait()
+        errors.append(np.abs(model.logits().numpy()[:3].astype(np.float64) - truth).max())
+        names = [step.kernel.entry for step in model.plan(model.decode_shape(3)).steps]
+        assert ("linear_decode" in names) == fused
+        assert ("rms_norm" in names) != fused
+    assert errors[1] <= 1.5 * errors[0] + 1e-5 * np.abs(truth).max()
 
 
 def test_a_chained_step_takes_the_tokens_that_the_device_chose(device):
@@ -150,10 +175,9 @@ def test_each_layer_has_its_own_weights_and_cache():
         assert all(len(found) <= 1 for found in numbers)
 
 
-def test_a_step_s_launches_are_few():
-    planner = DecoderPlanner(LLAMA, dtypes.bf16, CacheGeometry(64, 16, 8), 128, 8)
+@pytest.mark.parametrize(("fused", "most"), [(False, 10), (True, 6)])
+def test_a_step_s_launches_are_few(fused, most):
+    planner = DecoderPlanner(LLAMA, dtypes.bf16, CacheGeometry(64, 16, 8), 128, 8, fused, fused)
     plan = planner.plan(StepShape(1, 1, True), sim_device("sm_90a"))
-    per_layer = (
-        len(plan.steps) - 5
-    ) / LLAMA.num_layers  # besides layers: what begins a step, embedding, norm, head, sampling
-    assert per_layer <= 10
+    besides = 4 if fused else 5  # what begins a step, embedding, head and sampling; the last norm
+    assert (len(plan.steps) - besides) / LLAMA.num_layers <= most

@@ -1,0 +1,113 @@
+"""Plan of a decoder's products of few tokens: norm, product, gates and residual in one launch
+(`cuda_src/gemm/skinny/decode.cu`).
+
+    y = activation(n @ w.T + bias) + residual                       n = x, or rms_norm(x, gamma)
+    y = activation(n @ gate.T + bias) * (n @ up.T + bias) + ...     gate and up below one another in w
+
+That is what `rms_norm`, `linear` (weight_layout "out_in") and `gated_linear` compute one after the other: n is rounded
+to x's type, sums are fp32, y is rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cki import dtypes
+from cki.device import DeviceInfo, sim_device
+from cki.dtypes import DType
+from cki.errors import UnsupportedError
+from cki.heuristics import linear_decode as heuristics
+from cki.heuristics.linear import ACTIVATIONS
+from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
+from cki.operand import Operand
+from cki.plan import ArgumentValue, NullPointer, Step
+
+_PARAMS = "P" * 6 + "i" * 4 + "f" + "q" * 5
+
+
+class Norm(NamedTuple):
+    """RMS norm of a product's rows: gamma [K] of x's type."""
+
+    gamma: Operand
+    eps: float
+
+
+def decode_obstacles(
+    x: Operand, w: Operand, y: Operand, device: DeviceInfo, *, norm: Norm | None = None, gated: bool = False
+) -> list[str]:
+    """Why the kernel cannot compute a product; none where it can.  x, y: [tokens, ..]; w: [rows, K]."""
+    found = heuristics.obstacles(x.shape[0], x.shape[1], device, norm=norm is not None)
+    if x.dtype not in (dtypes.f16, dtypes.bf16) or w.dtype != x.dtype:
+        found.append(f"x is {x.dtype} and w is {w.dtype}, not both f16 or bf16")
+    if w.shape[0] != y.shape[1] * (2 if gated else 1):
+        found.append(f"w has {w.shape[0]} rows for {y.shape[1]} columns of y")
+    for name, operand in (("x", x), ("w", w), ("gamma", norm.gamma if norm else None)):
+        if operand is None:
+            continue
+        rows_apart = operand.ndim == 1 or operand.shape[0] == 1 or operand.strides[0] % 8 == 0
+        if operand.strides[-1] != 1 or not rows_apart or not operand.is_aligned(16):
+            found.append(f"rows of {name} do not begin at multiples of 16 bytes")
+    if y.shape[1] > 1 and y.strides[1] != 1:
+        found.append("y's rows are not dense")
+    return found
+
+
+def plan_linear_decode(
+    x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
+    norm: Norm | None = None, activation: str | None = None, gated: bool = False,
+) -> tuple[Step, ...]:  # fmt: skip
+    """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
+
+    w and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
+    """
+    obstacles = decode_obstacles(x, w, y, device, norm=norm, gated=gated)
+    if obstacles:
+        raise UnsupportedError("linear of few tokens", obstacles, "rms_norm, linear and gated_linear")
+    tokens, depth = x.shape
+    columns = y.shape[1]
+    kernel = decode_kernel(
+        x.dtype, device.arch, tokens, bias=None if bias is None else bias.dtype, norm=norm is not None, gated=gated,
+        activation=activation, residual=residual is not None,
+    )  # fmt: skip
+    tiles = -(-columns // (8 if gated else 16))
+    blocks = heuristics.blocks(tiles, device)
+    arguments: tuple[ArgumentValue, ...] = (
+        x, w, bias or NullPointer(), residual or NullPointer(), y, norm.gamma if norm else NullPointer(),
+        tokens, columns, depth, heuristics.row_pitch(depth), norm.eps if norm else 0.0, x.strides[0], w.strides[0],
+        bias.strides[0] if bias else 0, residual.strides[0] if residual else 0, y.strides[0],
+    )  # fmt: skip
+    step = Step(
+        kernel, (blocks, 1, 1), (heuristics.WARPS * 32, 1, 1), arguments,
+        smem=heuristics.shared_memory(tokens, depth, norm=norm is not None),
+        programmatic=bool(kernel.constant("kProgrammatic")),
+        reason=f"{tokens} x {depth} by {w.shape[0]}: few tokens, {tiles} tiles on {blocks} blocks, w by registers",
+    )  # fmt: skip
+    return (step,)
+
+
+def decode_kernel(
+    dtype: DType, arch: str, tokens: int, *, bias: DType | None = None, norm: bool = False, gated: bool = False,
+    activation: str | None = None, residual: bool = False,
+) -> KernelSpec:  # fmt: skip
+    """The kernel of one configuration."""
+    programmatic = arch in heuristics.PROGRAMMATIC
+    return kernel_spec(
+        "gemm/skinny/decode.cu", "linear_decode", _PARAMS,
+        archs=heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES, max_registers=128, Element=dtype,
+        Bias=bias or dtype, kTokenTiles=heuristics.token_tiles(tokens), kDepth=heuristics.DEPTH, kNorm=norm,
+        kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
+        kProgrammatic=programmatic,
+    )  # fmt: skip
+
+
+def representative_specs(arch: str) -> list[KernelSpec]:
+    """Kernels that stand for all: both types, one and two tiles of tokens, with and without each part."""
+    device = sim_device(arch)
+    bf16, f16 = dtypes.bf16, dtypes.f16
+    return [
+        decode_kernel(bf16, device.arch, 1, norm=True),
+        decode_kernel(bf16, device.arch, 1, residual=True),
+        decode_kernel(bf16, device.arch, 16, norm=True, gated=True, activation="silu"),
+        decode_kernel(f16, device.arch, 4, norm=True, gated=True, activation="gelu", bias=dtypes.f32),
+        decode_kernel(f16, device.arch, 16, residual=True, bias=f16),
+    ]

@@ -1,0 +1,146 @@
+"""A decoder's products of few tokens: norm, product, gates, residual in one launch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cki
+import cki.sim
+from cki import dtypes, reference
+from cki.device import sim_device
+from cki.engine.device_memory import DeviceTensors
+from cki.engine.program import StepProgram
+from cki.errors import UnsupportedError
+from cki.operand import dense
+from cki.ops.linear_decode import Norm, plan_linear_decode
+from cki.plan import Plan
+from tests.compare import assert_close
+
+F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+EPSILON = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """tokens x depth by columns; bias: its type."""
+
+    tokens: int
+    depth: int
+    columns: int
+    dtype: np.dtype = BF16
+    norm: bool = False
+    gated: bool = False
+    activation: str | None = None
+    bias: np.dtype | None = None
+    residual: bool = False
+    sm_count: int = 2
+
+
+def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
+    """In float64; rounded: plainly in the dtype instead, each operation rounded."""
+
+    def kept(values):
+        return np.asarray(values).astype(case.dtype if rounded else np.float64).astype(np.float64)
+
+    x = arrays["x"].astype(np.float64)
+    if case.norm:
+        x = kept(reference.rms_norm(x, arrays["gamma"], eps=EPSILON))
+    bias = arrays.get("bias")
+    if case.gated:
+        product = kept(reference.linear(x, arrays["w"], bias, weight_layout="out_in"))
+        y = reference.gated_activation(product, activation=case.activation)
+    else:
+        y = kept(reference.linear(x, arrays["w"], bias, activation=case.activation, weight_layout="out_in"))
+    if case.residual:
+        y = kept(y) + arrays["y"].astype(np.float64)
+    return kept(y)
+
+
+def inputs(case: Case) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(case.depth + case.tokens)
+    rows = case.columns * (2 if case.gated else 1)
+    found = {
+        "x": rng.normal(size=(case.tokens, case.depth)) * (3 if case.norm else 1),
+        "w": rng.normal(size=(rows, case.depth)) / np.sqrt(case.depth),
+        "y": rng.normal(size=(case.tokens, case.columns)),
+    }
+    if case.norm:
+        found["gamma"] = 1 + 0.2 * rng.normal(size=case.depth)
+    found = {name: values.astype(case.dtype) for name, values in found.items()}
+    if case.bias is not None:
+        found["bias"] = rng.normal(size=rows).astype(case.bias)
+    return found
+
+
+def run(case: Case, arrays, device) -> np.ndarray:
+    specs = [(name, values.shape, dtypes.from_numpy(values.dtype)) for name, values in arrays.items()]
+    memory = DeviceTensors(device, specs)
+    for name, values in arrays.items():
+        memory.write(name, values)
+    memory.finish()
+    operands = {name: dense(name, shape, dtype) for name, shape, dtype in specs}
+    steps = plan_linear_decode(
+        operands["x"], operands["w"], operands.get("bias"), operands["y"] if case.residual else None, operands["y"],
+        dataclasses.replace(device, sm_count=case.sm_count), activation=case.activation, gated=case.gated,
+        norm=Norm(operands["gamma"], EPSILON) if case.norm else None,
+    )  # fmt: skip
+    assert len(steps) == 1
+    StepProgram(Plan(steps), device, dict(memory.items())).launch(0)
+    return np.asarray(memory["y"].numpy()).copy()
+
+
+CASES = [
+    Case(1, 576, 40, norm=True),
+    Case(1, 72, 33, residual=True),
+    Case(3, 2048, 50, F16, norm=True, gated=True, activation="silu", sm_count=3),
+    Case(8, 4160, 17, residual=True, bias=BF16),
+    Case(16, 520, 36, norm=True, gated=True, activation="gelu", bias=F32),
+    Case(11, 64, 100, F16, activation="relu", residual=True, bias=F16),
+    Case(9, 8, 5, gated=True, activation=None, sm_count=1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_the_definition(device, case):
+    arrays = inputs(case)
+    checks = (
+        cki.sim.checks(adversarial=True, hazards=True, races=True, seed=3)
+        if device.kind == "sim"
+        else contextlib.nullcontext()
+    )
+    with checks:
+        got = run(case, arrays, device.info)
+    truth, plain = (definition(case, arrays, rounded=rounded) for rounded in (False, True))
+    assert_close(got, truth, plain, str(case))
+
+
+def test_a_row_has_the_same_bits_in_any_company(device):
+    case = Case(16, 1032, 40, norm=True, gated=True, activation="silu", sm_count=4)
+    arrays = inputs(case)
+    together = run(case, arrays, device.info)
+    for first, count in ((0, 1), (5, 3), (15, 1)):
+        part = {**arrays, "x": arrays["x"][first : first + count], "y": arrays["y"][first : first + count]}
+        alone = run(dataclasses.replace(case, tokens=count, sm_count=1), part, device.info)
+        assert alone.tobytes() == together[first : first + count].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "y", "match"),
+    [
+        (((17, 64), dtypes.bf16), ((16, 64), dtypes.bf16), (17, 16), "17 tokens, not 1 to 16"),
+        (((16, 12288), dtypes.bf16), ((16, 12288), dtypes.bf16), (16, 16), "16 rows of 12288 do not fit"),
+        (((1, 12), dtypes.bf16), ((16, 12), dtypes.bf16), (1, 16), "K is 12, no multiple of 8"),
+        (((1, 64), dtypes.f32), ((16, 64), dtypes.f32), (1, 16), "not both f16 or bf16"),
+        (((1, 64), dtypes.bf16), ((17, 64), dtypes.bf16), (1, 16), "17 rows for 16 columns"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(x, w, y, match):
+    with pytest.raises(UnsupportedError, match=match):
+        plan_linear_decode(
+            dense("x", *x), dense("w", *w), None, None, dense("y", y, x[1]), sim_device("sm_90a")
+        )
