@@ -18,6 +18,7 @@ FAMILIES = {
     "attention": "cki.ops.attention_kernels",
     "varlen": "cki.ops.varlen",
     "linear": "cki.ops.linear",
+    "linear_decode": "cki.ops.linear_decode",
     "encoder": "cki.ops.encoder",
     "encoder_inputs": "cki.ops.encoder_inputs",
     "embedding": "cki.ops.embedding",

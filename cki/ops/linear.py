@@ -35,7 +35,7 @@ from cki.heuristics.linear_skinny import SkinnyTile
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
-from cki.ops import linear_decode, linear_hopper, linear_skinny
+from cki.ops import linear_hopper, linear_skinny
 from cki.ops.call import call
 from cki.ops.linear_hopper import RowNorm
 from cki.ops.linear_norm import fused_norm_tile
@@ -397,4 +397,4 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         from cki.ops import linear_fp8  # it takes rules from here
 
         hopper = [*linear_hopper.representative_specs(), *linear_fp8.representative_specs()]
-    return [*found, *linear_skinny.representative_specs(arch, device), *linear_decode.representative_specs(arch), *hopper]
+    return [*found, *linear_skinny.representative_specs(arch, device), *hopper]
