@@ -276,6 +276,26 @@ def test_replays_over_changing_steps_equal_eager_calls_bit_for_bit(device, monke
             cache.truncate(sequence, cache.length(sequence) - 1)
 
 
+def test_a_captured_workspace_stays_the_graphs(device):
+    """It is sized by shapes alone, and whoever asks for memory between two replays, or calls eagerly, gets other memory."""
+    cache, table = paged_cache([200, 70], 16, 2, 16, F16)
+    run = configured(None, groups=5, together=2, warps=2, stages=2)
+    arguments = [
+        device.array(queries(2, 1, 4, 16, F16)),
+        tuple(map(device.array, cache)),
+        device.array(table),
+    ]
+    lengths = device.array(np.asarray([200, 70], np.int32))
+    graph = cki.capture(lambda: run(*arguments, lengths))
+    for keys in ([200, 70], [3, 70], [200, 0]):
+        lengths[:] = device.array(np.asarray(keys, np.int32))
+        eager = device.numpy(run(*arguments, lengths)).copy()
+        taken = [device.array(np.full(size, np.nan, np.float32)) for size in (300, 1440, 1504, 2880, 4000)]
+        replayed = device.numpy(graph.replay())
+        assert np.array_equal(replayed.view(np.uint16), eager.view(np.uint16))
+        assert np.isfinite(replayed).all() and len(taken) == 5
+
+
 def test_offsets_beyond_32_bits(device):
     """Blocks 2^30 elements apart; memory that is not touched is never there."""
     if device.kind == "cuda":
