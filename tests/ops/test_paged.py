@@ -277,7 +277,7 @@ def test_replays_over_changing_steps_equal_eager_calls_bit_for_bit(device, monke
 
 
 def test_a_captured_workspace_stays_the_graphs(device):
-    """It is sized by shapes alone, and whoever asks for memory between two replays, or calls eagerly, gets other memory."""
+    """Whoever asks for memory between two replays, or calls eagerly, gets other memory."""
     cache, table = paged_cache([200, 70], 16, 2, 16, F16)
     run = configured(None, groups=5, together=2, warps=2, stages=2)
     arguments = [
