@@ -75,6 +75,11 @@ class Cki:
         """Kernels of a forward pass."""
         return int(self._graph.num_kernels)
 
+    def close(self) -> None:
+        """Frees the graph.  Idempotent."""
+        if self._graph is not None:
+            self._graph.close()
+
     def replay(self) -> None:
         """A forward pass."""
         self._graph.replay()
@@ -82,8 +87,7 @@ class Cki:
     def prepare(self, problem: Problem) -> Array:
         import torch
 
-        if self._graph is not None:
-            self._graph.close()
+        self.close()
         if self._encoder is None or self._encoder[0] != problem.pre_ln:
             self._encoder = None
             weights = {  # a last norm is the pre-LN order's alone
@@ -151,6 +155,7 @@ class Bench:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._cki.close()
         for peer in self._peers.values():
             peer.close()
 

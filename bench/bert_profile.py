@@ -7,6 +7,7 @@ dependent launch) is charged from that one's end on, so that the lines add up; w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,9 @@ def trace(replay: Callable[[], object], replays: int) -> list[Kernel]:
     import torch
     from torch.autograd import DeviceType
 
+    # torch's profiler takes CUPTI down after each use, by default with CUDA 12.6 and later.  Graphs that it has traced
+    # outlive that here, and their end then corrupted the heap at times (pytorch/pytorch#112507 is of that kind).
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(replays):
@@ -114,4 +118,6 @@ def profile(implementation: Any, model: Model, problem: Problem) -> str:
     implementation.prepare(problem)
     # The first replay pays for the profiler's start.
     kernels = trace(implementation.replay, REPLAYS + 1)[implementation.launches :]
-    return table(breakdown(kernels, model, problem, implementation.launches), model, problem)
+    shares = breakdown(kernels, model, problem, implementation.launches)
+    implementation.close()
+    return table(shares, model, problem)

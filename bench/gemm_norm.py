@@ -4,8 +4,8 @@
     python bench/gemm_norm.py --shape 8192x1024x4096:gelu
 
 "folded" is `cki.linear` of rows as they are, with the norm in the weight (`cki.prepare`) and each row's factor from its
-statistics (docs/linear_hopper.md); "spare warps" has those read by warps that are idle else.  Against it: the norm and
-then the product, by CKI, or the product by cuBLASLt (torch `addmm`, and a launch of its own for GELU), or both by torch;
+statistics (docs/linear_hopper.md); "spare warps" has those read by warps that are idle else.  Against it: a norm,
+then the product, by CKI, or the product by cuBLASLt (torch `addmm`, and a launch of its own for GELU), or all by torch;
 "no norm" is our product alone.  "residual" and "residual, statistics" are the product before it, 1024 by 1024 with a
 residual: what statistics cost where they are made.  Before timing, results are compared with float64 on the GPU.
 

@@ -138,7 +138,7 @@ def _ends(pid, seconds):
 def test_every_benchmark_is_found_and_no_module_is_one(tools):
     _, _, run = tools
     found = set(run.families())
-    assert {"attention", "attention_micro", "bert_large", "encoder", "norms"} <= found
+    assert {"attention", "attention_micro", "bert_large", "norms"} <= found
     assert (
         not {"bert_model", "peers", "peers_torch", "gemm_hopper", "run", "plot", "plot_sweeps", "common"}
         & found
