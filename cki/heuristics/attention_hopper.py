@@ -86,7 +86,7 @@ class HopperTiles:
         key_row = -(-head_dim * 2 // key_span(head_dim)) * key_span(head_dim)
         tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
         tiles += self.stages * self.block_keys * value_dim * 2
-        return tiles + 16 * (self.consumers + 2 * self.stages + 2 + 1) + 2 * (28 if packed else 12)
+        return tiles + 16 * (self.consumers + 2 * self.stages + 2 + 1 + 1) + 2 * (28 if packed else 12)
 
     def __str__(self) -> str:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"

@@ -48,6 +48,12 @@ struct StageRing {
     advance();
   }
 
+  // The same where the warp's part in the ring is one thread's.
+  __device__ __forceinline__ void release_by_one() {
+    ptx::mbarrier_arrive(empty + stage);
+    advance();
+  }
+
   // The same in a ring with a stage for each consumer, whose cursor stays where it is.
   __device__ __forceinline__ void release_own() {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + stage);

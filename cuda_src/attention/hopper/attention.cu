@@ -81,9 +81,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const WorkOrder order{row_blocks, heads, batch_heads, section_heads, section_tiles, tiles};
   auto work = [&] {
     if constexpr (kVarlen) {
-      return PackedWork(packed, order, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
+      return PackedWork(packed, order, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers,
+                        smem + Layout::kWishRing);
     } else {
-      return DenseWork(order, query_length, key_length, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
+      return DenseWork(order, query_length, key_length, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers,
+                       smem + Layout::kWishRing);
     }
   }();
   // Dense tensors: a sequence is a batch, and all are alike. Packed ones are a batch of one, in which each begins somewhere.
@@ -103,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     query_ring.initialise(4);
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
-    work.ring.initialise(4 * kConsumers + (kProducerWarps - 1));
+    work.initialise(4 * kConsumers + kCopyWarps);
     if constexpr (kPaged) tail.initialise(1);
     ptx::fence_mbarrier_init();
   }
@@ -112,13 +114,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
-    // One thread waits and copies. For packed sequences the rest of its warp helps to search, and in a cache to find blocks;
-    // then all wait, and meet after every wait, since a lane that falls behind would miss a phase. A cache's small blocks
-    // take many copies, so a second warp brings the values.
+    // One thread waits and copies, another warp hands tiles over. In a cache the rest of the copying warp helps to find blocks;
+    // then all its lanes wait, and meet after every wait, since a lane that falls behind would miss a phase. A cache's small
+    // blocks take many copies, so a warp of its own brings the values.
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
-    if (warp >= kProducerWarps) return;
+    if (warp == kCopyWarps) work.hand_over();
+    if (warp >= kCopyWarps) return;
     const bool is_issuer = ptx::elect_one();
-    if (!kVarlen && !is_issuer) return;
+    if (!kPaged && !is_issuer) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     // A lane's box of a tile of keys in a cache: looked up a tile ahead, which hides the table's latency.
     const auto find_box = [&](const SequenceTile& tile, int j) {
@@ -162,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       value_ring.advance();
     };
     if (warp == 1) {
-      for (work.begin_consumer(); work.has_work(); work.next_of_consumer()) {
+      for (work.begin(); work.has_work(); work.next()) {
         const SequenceTile tile = work.tile;
         const Range range = Part(tile, band_of(tile), 0).block;
         BoxEntry<TableIndex> next = find_box(tile, range.end_tile - 1);
@@ -174,49 +177,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       return;
     }
-    for (work.begin_producer(is_issuer); work.has_work(); work.next_of_producer()) {
+    constexpr bool kOneThread = !kPaged;
+    for (work.template begin<kOneThread>(); work.has_work(); work.template next<kOneThread>()) {
       const SequenceTile tile = work.tile;
       const Range range = Part(tile, band_of(tile), 0).block;
       if (range.is_empty()) {
-        work.draw();
-        work.look_ahead();
+        if (is_issuer) work.wish_for_next();
         continue;
       }
-      int j = range.end_tile - 1;
-      // The next tile is drawn and found while the last copies of this one wait for room: late, because a number drawn at
-      // the start of a long tile would be the longest of those left, in the hands of the block that comes to it last; not at
-      // the very end, where it would delay the next tile's first copies.
-      const int look_ahead_at = min(j, range.begin_tile + 1), draw_at = min(j, range.begin_tile + 2);
-      BoxEntry<TableIndex> next{};
-      const auto load_down_to = [&](int end) {
-        for (; j >= end; --j) {
-          if (j > range.begin_tile) {
-            const BoxEntry<TableIndex> box = next;
-            next = find_box(tile, j - 2);
-            load_keys(tile, j - 1, box);
-          }
-          if (j == draw_at) work.draw();
-          if constexpr (!kPaged) load_values(tile, j, {});
-        }
-      };
-      if (kPaged || is_issuer) {
-        next = find_box(tile, j - 1);
-        load_keys(tile, j, find_box(tile, j));
+      // The next tile is drawn while the last copies of this one wait for room: late, because a number drawn at the start of
+      // a long tile would be the longest of those left, in the hands of the block that comes to it last.
+      const int last = range.end_tile - 1, wish_at = min(last, range.begin_tile + 2);
+      BoxEntry<TableIndex> next = find_box(tile, last - 1);
+      load_keys(tile, last, find_box(tile, last));
 #pragma unroll 1
-        for (int i = 0; i < kConsumers; ++i) {
-          query_ring.wait_empty();
-          if constexpr (kPaged) __syncwarp();
-          if (is_issuer) {
-            load_tile<QueryTile>(smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
-                                 tile.first_query + tile.row_block * kBlockRows + i * kGroupRows, tile.head,
-                                 batch_of(tile));
-          }
-          query_ring.advance();
+      for (int i = 0; i < kConsumers; ++i) {
+        query_ring.wait_empty();
+        if constexpr (kPaged) __syncwarp();
+        if (is_issuer) {
+          load_tile<QueryTile>(smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
+                               tile.first_query + tile.row_block * kBlockRows + i * kGroupRows, tile.head, batch_of(tile));
         }
-        load_down_to(look_ahead_at);
+        query_ring.advance();
       }
-      work.look_ahead();
-      if (kPaged || is_issuer) load_down_to(range.begin_tile);
+      for (int j = last; j >= range.begin_tile; --j) {
+        if (j > range.begin_tile) {
+          const BoxEntry<TableIndex> box = next;
+          next = find_box(tile, j - 2);
+          load_keys(tile, j - 1, box);
+        }
+        if (j == wish_at && is_issuer) work.wish_for_next();
+        if constexpr (!kPaged) load_values(tile, j, {});
+      }
     }
     return;
   }
@@ -355,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     return row;
   };
   const auto part_of = [&](const SequenceTile& tile) { return Part(tile, band_of(tile), consumer); };
-  work.begin_consumer();
+  work.begin();
   Part part = part_of(work.tile);
   float scores[kBlockKeys / 2], half_scores[kBlockKeys / 4];
   while (work.has_work()) {
@@ -451,10 +443,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
     };
     const auto look_ahead = [&] {
-      work.next_of_consumer();
+      work.next();
       part = part_of(work.tile);
     };
-    if (kLooksLate || !part.ends_with_block()) {
+    if (!part.ends_with_block()) {
       if (!own.is_empty()) {
         value_ring.wait_full();
         ptx::wgmma_fence();
@@ -468,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       for (; j >= block.begin_tile; --j) skip_tile();
       if (own.is_empty() && !block.is_empty()) query_ring.release_own();
-      if constexpr (!kLooksLate) look_ahead();
+      look_ahead();
     } else {
       value_ring.wait_full();
       ptx::wgmma_fence();
@@ -501,7 +493,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
                                          __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row));
       });
     }
-    if constexpr (kLooksLate) look_ahead();
   }
   turns.finish();
 }

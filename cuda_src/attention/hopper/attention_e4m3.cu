@@ -69,7 +69,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
   StageRing<kConsumers> query_ring(smem + Layout::kQueryRing);  // a stage for each consumer
   StageRing<kStages> key_ring(smem + Layout::kKeyRing), value_ring(smem + Layout::kValueRing);
   const WorkOrder order{row_blocks, heads, batch_heads, section_heads, section_tiles, tiles};
-  Work work(order, query_length, key_length, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers);
+  Work work(order, query_length, key_length, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers,
+            smem + Layout::kWishRing);
   const Band band{key_length, shift, left, right};
 
   if (threadIdx.x == 0) {
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     query_ring.initialise(4);
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
-    work.ring.initialise(4 * kConsumers);
+    work.initialise(4 * kConsumers + 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -87,7 +88,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
 
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x >= 32 || !ptx::elect_one()) return;
+    const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 1) work.hand_over();
+    if (warp >= 1 || !ptx::elect_one()) return;
     const auto load_keys = [&](const SequenceTile& tile, int j) {
       key_ring.wait_empty();
       load_tile<KeyTile>(smem + Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map,
@@ -100,25 +103,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
                              value_ring.full + value_ring.stage, j * kBlockKeys, tile.head / group, tile.sequence);
       value_ring.advance();
     };
-    for (work.begin_producer(true); work.has_work(); work.next_of_producer()) {
+    for (work.begin<true>(); work.has_work(); work.next<true>()) {
       const SequenceTile tile = work.tile;
       const Range range = Part(tile, band, 0).block;
       if (range.is_empty()) {
-        work.draw();
-        work.look_ahead();
+        work.wish_for_next();
         continue;
       }
-      int j = range.end_tile - 1;
-      // The next tile is drawn while the last copies of this one wait for room (attention.cu says when, and why).
-      const int look_ahead_at = min(j, range.begin_tile + 1), draw_at = min(j, range.begin_tile + 2);
-      const auto load_down_to = [&](int end) {
-        for (; j >= end; --j) {
-          if (j > range.begin_tile) load_keys(tile, j - 1);
-          if (j == draw_at) work.draw();
-          load_values(tile, j);
-        }
-      };
-      load_keys(tile, j);
+      const int last = range.end_tile - 1, wish_at = min(last, range.begin_tile + 2);  // late: attention.cu says why
+      load_keys(tile, last);
 #pragma unroll 1
       for (int i = 0; i < kConsumers; ++i) {
         query_ring.wait_empty();
@@ -126,9 +119,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
                              tile.row_block * kBlockRows + i * kGroupRows, tile.head, tile.sequence);
         query_ring.advance();
       }
-      load_down_to(look_ahead_at);
-      work.look_ahead();
-      load_down_to(range.begin_tile);
+      for (int j = last; j >= range.begin_tile; --j) {
+        if (j > range.begin_tile) load_keys(tile, j - 1);
+        if (j == wish_at) work.wish_for_next();
+        load_values(tile, j);
+      }
     }
     return;
   }
@@ -236,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     rows.correct(moved);
   };
 
-  work.begin_consumer();
+  work.begin();
   Part part(work.tile, band, consumer);
   float scores[kBlockKeys / 2];
   while (work.has_work()) {
@@ -308,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
       }
     };
     const auto look_ahead = [&] {
-      work.next_of_consumer();
+      work.next();
       part = Part(work.tile, band, consumer);
     };
     if (!own.is_empty()) {

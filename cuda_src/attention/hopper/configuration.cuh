@@ -16,7 +16,8 @@ namespace cki::attention {
 constexpr int kGroupRows = 64;  // of one consumer warpgroup: the M of wgmma
 constexpr int kBlockRows = kGroupRows * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kProducerWarps = kPaged ? 2 : 1;
+// Of the producer's warpgroup: one copies, in a cache two, and one hands tiles over.
+constexpr int kCopyWarps = kPaged ? 2 : 1;
 
 // What the logits go through besides the scale; the names are the prelude's.
 struct Features {
@@ -45,10 +46,6 @@ constexpr int kWeightSteps = kBlockKeys / 16;  // products of a tile of values
 // Whether a warpgroup's last tile of keys may be half a tile, which halves its products and its softmax. Causal: half of the
 // warpgroups see half of the tile on the diagonal.
 constexpr bool kHalves = kHalfTiles && kWeightSteps % 2 == 0;
-
-// Whether consumers take the next tile in one place, after all else. Of two places ptxas does not see that both give the same
-// tile to all lanes: with packed sequences it then prepares the main loop for split warps, and spills.
-constexpr bool kLooksLate = kVarlen;
 
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");

@@ -1,10 +1,11 @@
 // Work of packed sequences: which block computes which row block of which sequence.
 //
 // Row blocks are numbered by slots (attention/packed_sequences.cuh), whose number follows from the tokens and the batch
-// alone: the grid is fixed while lengths change. Numbers are handed out as for dense tensors (scheduler.cuh). The
-// producer's warp finds the sequence of a slot, passes over slots that hold no rows, and hands what it found to the
-// consumers in shared memory, one tile ahead: they neither search nor meet an empty slot, and both cost nothing while
-// there is work to hide them.
+// alone: the grid is fixed while lengths change. Numbers are handed out as for dense tensors (scheduler.cuh). A warp of
+// the producer's warpgroup does nothing but find the sequence of a slot, pass over slots that hold no rows, and hand the
+// tile over in shared memory, one ahead. Those that copy and the consumers take it from there: none of them searches or
+// meets an empty slot. A search takes about 2000 cycles (a draw and several reads from memory, one after the other),
+// which between two copies would leave the consumers without keys.
 #pragma once
 
 #include "attention/hopper/scheduler.cuh"
@@ -47,101 +48,101 @@ struct SequenceList {
   }
 };
 
-// The tiles of one block, one after the other. The same use as WorkSource, but for the producer's part, which is the
-// work of a whole warp.
+// The tiles of one block, one after the other.
 template <Schedule kSchedule, bool kLongestFirst, class Sequences>
 struct PackedWorkSource {
   const Sequences sequences;
   const WorkOrder order;  // its row blocks are slots
   u32* counter;
   StageRing<2> ring;
+  StageRing<1> wish;    // full: the next tile may be drawn
   SequenceTile* tiles;  // one for each stage of the ring
   SequenceTile tile{};
-  WorkSequence<kSchedule> numbers;
-  int issuer = 0;  // the lane that draws and publishes
-  u32 drawn = 0;   // its
 
   __device__ __forceinline__ PackedWorkSource(const Sequences& sequences, const WorkOrder& order, u32* counter,
-                                              unsigned char* ring_memory, unsigned char* tiles)
+                                              unsigned char* ring_memory, unsigned char* tiles,
+                                              unsigned char* wish_memory)
       : sequences(sequences),
         order(order),
         counter(counter),
         ring(ring_memory),
-        tiles(reinterpret_cast<SequenceTile*>(tiles)),
-        numbers(order.total) {}
+        wish(wish_memory),
+        tiles(reinterpret_cast<SequenceTile*>(tiles)) {}
 
-  // The shuffles tell the compiler that all of it is uniform in the warp.
-  static __device__ __forceinline__ SequenceTile uniform(const SequenceTile& given) {
-    const auto same = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
-    return {same(given.row_block), same(given.head),      same(given.sequence), same(given.first_query),
-            same(given.queries),   same(given.first_key), same(given.keys)};
+  // takers: warps that take tiles.
+  __device__ __forceinline__ void initialise(int takers) const {
+    ring.initialise(takers);
+    wish.initialise(1);
+  }
+
+  // The whole work of the warp that hands over.
+  __device__ __forceinline__ void hand_over() {
+    WorkSequence<kSchedule> numbers(order.total);
+    int number = static_cast<int>(blockIdx.x);
+    while (true) {
+      SequenceTile next{-1, 0, 0, 0, 0, 0, 0};
+      while (number < order.total) {
+        const WorkTile slot = order.template tile<kLongestFirst>(number);
+        next = sequences.template tile<kLongestFirst>(slot.row_block, slot.head);
+        if (next.row_block >= 0) break;
+        number = next_number(numbers);
+      }
+      ring.wait_empty();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        tiles[ring.stage] = next;
+        ptx::mbarrier_arrive(ring.full + ring.stage);
+      }
+      ring.advance();
+      if (next.row_block < 0) return;
+      if constexpr (kSchedule == Schedule::dynamic) {
+        wish.wait_full();
+        wish.advance();
+      }
+      number = next_number(numbers);
+    }
+  }
+
+  // One thread, once a tile: the next number may be drawn.
+  __device__ __forceinline__ void wish_for_next() const {
+    if constexpr (kSchedule == Schedule::dynamic) ptx::mbarrier_arrive(wish.full);
+  }
+
+  // Goes to the first tile, and on to the next one: a whole warp, or one thread of a warp.
+  template <bool kOneThread = false>
+  __device__ __forceinline__ void begin() {
+    next<kOneThread>();
+  }
+  template <bool kOneThread = false>
+  __device__ __forceinline__ void next() {
+    if constexpr (kOneThread) {
+      ring.wait_full();
+      tile = tiles[ring.stage];
+      ring.release_by_one();
+    } else {
+      __syncwarp();
+      ring.wait_full();
+      const SequenceTile given = tiles[ring.stage];
+      // The shuffles tell the compiler that all of it is uniform in the warp.
+      const auto same = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
+      tile = {same(given.row_block), same(given.head),      same(given.sequence), same(given.first_query),
+              same(given.queries),   same(given.first_key), same(given.keys)};
+      __syncwarp();
+      ring.release();
+    }
   }
 
   __device__ __forceinline__ bool has_work() const { return tile.row_block >= 0; }
 
-  // Producer: finds the first tile. is_issuer: of one lane.
-  __device__ __forceinline__ void begin_producer(bool is_issuer) {
-    issuer = __ffs(static_cast<int>(__ballot_sync(kFullWarp, is_issuer))) - 1;
-    publish_from(static_cast<int>(blockIdx.x));
-    next_of_producer();
-  }
-
-  // As in WorkSource; the issuer draws, at least, and the whole warp looks ahead.
-  __device__ __forceinline__ void draw() {
-    if constexpr (kSchedule == Schedule::dynamic) {
-      if (threadIdx.x == static_cast<u32>(issuer)) drawn = gridDim.x + atomicAdd(counter, 1u);
-    }
-  }
-
-  __device__ __forceinline__ void look_ahead() {
-    __syncwarp();
-    publish_from(next_number());
-  }
-  // What was handed over is read back: the producer has few registers to keep it.
-  __device__ __forceinline__ void next_of_producer() {
-    __syncwarp();
-    tile = uniform(tiles[ring.stage ^ 1]);
-  }
-
-  // Consumers: take the first tile, and the next ones.
-  __device__ __forceinline__ void begin_consumer() { take(); }
-  __device__ __forceinline__ void next_of_consumer() {
-    __syncwarp();
-    ring.release();
-    take();
-  }
-
  private:
-  __device__ __forceinline__ int next_number() {
+  __device__ __forceinline__ int next_number(WorkSequence<kSchedule>& numbers) const {
     if constexpr (kSchedule == Schedule::dynamic) {
-      return static_cast<int>(__shfl_sync(kFullWarp, drawn, issuer));
+      u32 drawn = 0;
+      if (threadIdx.x % 32 == 0) drawn = gridDim.x + atomicAdd(counter, 1u);
+      return static_cast<int>(__shfl_sync(kFullWarp, drawn, 0));
     } else {
       return numbers.next();
     }
-  }
-
-  // The first tile that has rows, from `number` on, goes to the consumers; or the news that there is none.
-  __device__ __forceinline__ void publish_from(int number) {
-    SequenceTile next{-1, 0, 0, 0, 0, 0, 0};
-    while (number < order.total) {
-      const WorkTile slot = order.template tile<kLongestFirst>(number);
-      next = sequences.template tile<kLongestFirst>(slot.row_block, slot.head);
-      if (next.row_block >= 0) break;
-      draw();
-      number = next_number();
-    }
-    ring.wait_empty();
-    __syncwarp();
-    if (threadIdx.x == static_cast<u32>(issuer)) {
-      tiles[ring.stage] = next;
-      ptx::mbarrier_arrive(ring.full + ring.stage);
-    }
-    ring.advance();
-  }
-
-  __device__ __forceinline__ void take() {
-    ring.wait_full();
-    tile = uniform(tiles[ring.stage]);
   }
 };
 

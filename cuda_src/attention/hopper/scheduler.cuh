@@ -18,6 +18,7 @@
 #include "common/reduce.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
+#include "ptx/elect.cuh"
 
 namespace cki::attention {
 
@@ -85,62 +86,79 @@ struct WorkSequence {
   }
 };
 
-// The tiles of one block, one after the other. The producer turns numbers into tiles, ahead of the consumers, and
-// hands them over in shared memory: the divisions and what they need would cost consumers registers, and time between tiles.
+// The tiles of one block, one after the other. One thread of the producer's warpgroup does nothing but turn numbers into
+// tiles and hand them over in shared memory, one ahead: the divisions and what they need would cost consumers registers, and
+// time between tiles; between two copies they would delay these. Not needed by the single schedule, where all know the tile.
 template <Schedule kSchedule, bool kLongestFirst>
 struct WorkSource {
   const WorkOrder order;
   u32* counter;
   StageRing<2> ring;
-  WorkTile* tiles;  // one for each stage of the ring
+  StageRing<1> wish;  // full: the next tile may be drawn
+  WorkTile* tiles;    // one for each stage of the ring
   SequenceTile tile;
-  WorkTile next{-1, 0, 0};  // the producer's
-  WorkSequence<kSchedule> numbers;
-  u32 drawn = 0;
 
   // queries, keys: of each sequence.
   __device__ __forceinline__ WorkSource(const WorkOrder& order, int queries, int keys, u32* counter,
-                                        unsigned char* ring_memory, unsigned char* tiles)
+                                        unsigned char* ring_memory, unsigned char* tiles, unsigned char* wish_memory)
       : order(order),
         counter(counter),
         ring(ring_memory),
+        wish(wish_memory),
         tiles(reinterpret_cast<WorkTile*>(tiles)),
-        tile{-1, 0, 0, 0, queries, 0, keys},
-        numbers(order.total) {}
+        tile{-1, 0, 0, 0, queries, 0, keys} {}
+
+  // takers: warps that take tiles.
+  __device__ __forceinline__ void initialise(int takers) const {
+    ring.initialise(takers);
+    wish.initialise(1);
+  }
+
+  // The whole work of the warp that hands over, by one thread.
+  __device__ __forceinline__ void hand_over() {
+    if (kSchedule == Schedule::single || !ptx::elect_one()) return;
+    WorkSequence<kSchedule> numbers(order.total);
+    int number = static_cast<int>(blockIdx.x);
+    while (true) {
+      const bool is_work = number < order.total;
+      const WorkTile next = is_work ? order.template tile<kLongestFirst>(number) : WorkTile{-1, 0, 0};
+      ring.wait_empty();
+      tiles[ring.stage] = next;
+      ptx::mbarrier_arrive(ring.full + ring.stage);
+      ring.advance();
+      if (!is_work) return;
+      if constexpr (kSchedule == Schedule::dynamic) {
+        wish.wait_full();
+        wish.advance();
+        number = static_cast<int>(gridDim.x + atomicAdd(counter, 1u));
+      } else {
+        number = numbers.next();
+      }
+    }
+  }
+
+  // One thread, once a tile: the next number may be drawn.
+  __device__ __forceinline__ void wish_for_next() const {
+    if constexpr (kSchedule == Schedule::dynamic) ptx::mbarrier_arrive(wish.full);
+  }
 
   __device__ __forceinline__ bool has_work() const { return tile.row_block >= 0; }
 
-  __device__ __forceinline__ void begin_producer(bool) {
-    publish(static_cast<int>(blockIdx.x));
-    set(next);
-  }
-
-  // Producer, once a tile: draws the next number; then, some time later, hands its tile over; then goes on to it.
-  __device__ __forceinline__ void draw() {
-    if constexpr (kSchedule == Schedule::dynamic) drawn = gridDim.x + atomicAdd(counter, 1u);
-  }
-  __device__ __forceinline__ void look_ahead() {
-    if constexpr (kSchedule == Schedule::dynamic) {
-      publish(static_cast<int>(drawn));
-    } else {
-      publish(numbers.next());
-    }
-  }
-  __device__ __forceinline__ void next_of_producer() { set(next); }
-
-  // Consumers: take the first tile, and the next ones.
-  __device__ __forceinline__ void begin_consumer() {
+  // Goes to the first tile, and on to the next one: a whole warp, or one thread of a warp.
+  template <bool kOneThread = false>
+  __device__ __forceinline__ void begin() {
     if constexpr (kSchedule == Schedule::single) {
       set(order.template tile<kLongestFirst>(static_cast<int>(blockIdx.x)));
     } else {
-      take();
+      take<kOneThread>();
     }
   }
-  __device__ __forceinline__ void next_of_consumer() {
+  template <bool kOneThread = false>
+  __device__ __forceinline__ void next() {
     if constexpr (kSchedule == Schedule::single) {
       tile.row_block = -1;
     } else {
-      take();
+      take<kOneThread>();
     }
   }
 
@@ -151,27 +169,21 @@ struct WorkSource {
     tile.sequence = given.batch;
   }
 
-  // A tile, or the news that there is none.
-  __device__ __forceinline__ void publish(int number) {
-    next.row_block = -1;
-    if (number < order.total) next = order.template tile<kLongestFirst>(number);
-    if constexpr (kSchedule != Schedule::single) {
-      ring.wait_empty();
-      tiles[ring.stage] = next;
-      ptx::mbarrier_arrive(ring.full + ring.stage);
-      ring.advance();
-    }
-  }
-
+  template <bool kOneThread>
   __device__ __forceinline__ void take() {
     ring.wait_full();
     const WorkTile given = tiles[ring.stage];
-    // The shuffles tell the compiler that the tile, and all branches that follow from it, are uniform in the warp: else
-    // descriptors and barriers go through vector registers in the main loop.
-    set({__shfl_sync(kFullWarp, given.row_block, 0), __shfl_sync(kFullWarp, given.head, 0),
-         __shfl_sync(kFullWarp, given.batch, 0)});
-    __syncwarp();
-    ring.release();
+    if constexpr (kOneThread) {
+      set(given);
+      ring.release_by_one();
+    } else {
+      // The shuffles tell the compiler that the tile, and all branches that follow from it, are uniform in the warp: else
+      // descriptors and barriers go through vector registers in the main loop.
+      set({__shfl_sync(kFullWarp, given.row_block, 0), __shfl_sync(kFullWarp, given.head, 0),
+           __shfl_sync(kFullWarp, given.batch, 0)});
+      __syncwarp();
+      ring.release();
+    }
   }
 };
 

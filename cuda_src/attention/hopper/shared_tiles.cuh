@@ -88,7 +88,8 @@ struct SharedLayout {
   static constexpr int kWorkRing = kValueRing + StageRing<kStages>::kBytes;
   static constexpr int kWorkNumbers = kWorkRing + StageRing<2>::kBytes;
   static constexpr int kTailRing = kWorkNumbers + 2 * kWorkBytes;  // for values of which the producer zeroes some
-  static constexpr int kBytes = kTailRing + StageRing<1>::kBytes;
+  static constexpr int kWishRing = kTailRing + StageRing<1>::kBytes;  // for the next tile (scheduler.cuh)
+  static constexpr int kBytes = kWishRing + StageRing<1>::kBytes;
 };
 
 }  // namespace cki::attention
