@@ -278,13 +278,13 @@ def plan_attention(
     softcap_rate = 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0
     if isinstance(tiles, E4m3Tiles):
         assert descales is not None
-        assert dropout is None, "the Hopper kernel has no dropout"
+        assert dropout is None, "the e4m3 kernel has no dropout"
         vectors = {"lse": lse, "sinks": sinks, "alibi_slopes": alibi_slopes}
         numbers = (shift, left or 0, right or 0, scale, softcap, softcap_rate)
         return plan_hopper_e4m3(q, k, v, out, tiles, descales, vectors, features, numbers, device)
     features |= {
         "Element": element, "BiasElement": dtypes.f32 if bias is None else bias.dtype,
-        "kBias": bias is not None, "kMask": mask is not None,
+        "kBias": bias is not None, "kMask": mask is not None, "kDropout": dropout is not None,
     }  # fmt: skip
     optional: tuple[ArgumentValue, ...] = tuple(
         NullPointer() if tensor is None else tensor for tensor in (lse, bias, mask, sinks, alibi_slopes)
@@ -298,8 +298,8 @@ def plan_attention(
     )  # fmt: skip
     packing = DENSE_CONSTANTS if packed is None else packed.constants(causal_alignment)
     args += DENSE_ARGUMENTS if packed is None else packed.arguments(k)
+    args += NO_DROPOUT if dropout is None else dropout.arguments()
     if isinstance(tiles, HopperTiles):
-        assert dropout is None, "the Hopper kernel has no dropout"
         return plan_hopper(q, k, v, out, tiles, bias, mask, packed, features | packing, args, device)
     if packed is None:
         blocks = -(-rows // tiles.block_rows) * (heads // pack) * batch
@@ -313,7 +313,7 @@ def plan_attention(
         "attention/attention.cu", "attention", _PARAMS, max_registers=tiles.registers, **features, **packing,
         kHeadDim=padded(head_dim), kValueDim=padded(value_dim),
         kWarps=tiles.warps, kRowTiles=tiles.row_tiles, kBlockKeys=tiles.block_keys, kMinBlocks=tiles.min_blocks,
-        kCopyBytes=_copy_bytes(q, k, v), kPackHeads=pack > 1, kDropout=dropout is not None,
+        kCopyBytes=_copy_bytes(q, k, v), kPackHeads=pack > 1,
         Source=q.dtype, Result=out.dtype, kDescaled=descales is not None,
     )  # fmt: skip
     reason = (
@@ -321,7 +321,6 @@ def plan_attention(
         f"{pack} heads a block, copies of {kernel.constant('kCopyBytes')} bytes"
     )
     smem = tiles.shared_memory(padded(head_dim), padded(value_dim), itemsize, packing["kPaged"])
-    args += NO_DROPOUT if dropout is None else dropout.arguments()
     args += NO_DESCALES if descales is None else descales.arguments()
     return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args, smem, reason=reason),)
 

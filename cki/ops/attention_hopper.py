@@ -31,7 +31,7 @@ from cki.ops.packed_sequences import PackedSequences
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 #: Parameters before and after those that the generic kernel has too.
-_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "i" * 5
+_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf" + "i" * 5
 _ARCH = "sm_90a"
 #: Keys that one TMA copy brings at least: whole patterns of every swizzle.
 _BOX_KEYS = 16

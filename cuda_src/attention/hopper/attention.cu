@@ -18,6 +18,7 @@
 // end as zeros; its unused slots may hold anything, so the producer zeroes their values before it hands them over.
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
 #include "attention/hopper/configuration.cuh"
+#include "attention/hopper/drop_weights.cuh"
 #include "attention/hopper/epilogue.cuh"
 #include "attention/hopper/finish_logits.cuh"
 #include "attention/hopper/products.cuh"
@@ -68,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const TableIndex* __restrict__ block_table,                                     //
     i64 q_offset_stride, i64 key_offset_stride, i64 table_batch, i64 table_column,  //
     int sequences, int blocks, int block_size,  //
+    const u64* __restrict__ dropout_seed, const u64* __restrict__ dropout_offset, u32 dropout_threshold,
+    float dropout_factor,  //
     int row_blocks, int batch_heads, int section_heads, int section_tiles, int tiles) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
@@ -219,6 +222,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);
   const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
+  Dropout dropout{};
+  if constexpr (kDropout) dropout = {*dropout_seed, static_cast<u32>(*dropout_offset), dropout_threshold};
   const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * QueryTile::kBytes);
   const u64 keys_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kKeys);
   const u64 values_at = wgmma_descriptor_mn_major<kValueSpan>(smem + Layout::kValues, ValueTile::kSlabBytes);
@@ -266,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     finish_scores<decltype(band_test)::kValue>(scores, rows, tile * kBlockKeys, band, rules);
     take_tile<decltype(band_test)::kValue || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction,
                                                                           exponent_scale);
+    DroppedWeights<kBlockKeys>(dropout, tile, rows.query).apply(scores);
     pack_weights<Element, static_cast<int>(sizeof(scores)) / 32>(rows.weights, [&](int i) { return scores[i]; });
   };
   // S of `tile` and its softmax, beside the values of the tile before. Where the wait for these stands decides the speed: in
@@ -286,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     start_values(rows);
     if constexpr (kHalves) rows.is_half = false;
     turns.pass();
+    const DroppedWeights<kBlockKeys> dropped(dropout, tile, rows.query);
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
@@ -333,6 +340,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       finish_values();
     }
     if constexpr (!kLazy) {
+      dropped.apply(scores);
       pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return scores[i]; });
       scale_rows(rows.output, correction);
     }
@@ -341,6 +349,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const auto query_of = [&](const SequenceTile& tile, int query) {
     QueryRow<BiasElement> row{};
     row.query = query;
+    if constexpr (kDropout) row.dropout_row = static_cast<u32>(tile.sequence) * static_cast<u32>(heads) + tile.head;
     if constexpr (kAlibi) row.slope = alibi_slopes[tile.head * slopes_stride];
     if constexpr (kBias) row.bias = bias + batch_of(tile) * bias_batch + tile.head * bias_head + query * bias_query;
     if constexpr (kMask) row.mask = mask + batch_of(tile) * mask_batch + tile.head * mask_head + query * mask_query;
@@ -414,6 +423,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         softmax.finish(kScaleFirst ? 1.0f : scale);
         factor[r] = sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
         factor[r] *= softmax.normalizer();
+        if constexpr (kDropout) factor[r] *= dropout_factor;
         log_sum_exp[r] = softmax.log_sum_exp();
         if (lse != nullptr && lane % 4 == 0 && row + 8 * r < tile.queries) {
           lse[(static_cast<i64>(batch_of(tile)) * heads + tile.head) * query_length + tile.first_query + row + 8 * r] =
@@ -490,7 +500,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
                                                  rows_of(v, v_batch, v_sequence, v_head),
                                                  out + out_offset + one.query * out_sequence, out_dim};
         compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
-                                         __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row));
+                                         __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
+                                         DroppedKeys{dropout, one.query, one.dropout_row, dropout_factor});
       });
     }
   }

@@ -48,6 +48,14 @@ __device__ __forceinline__ void load_transposed_values(unsigned char* tile, cons
   }
 }
 
+// What a weight is multiplied by when a row is repaired.
+struct DescaledKeys {
+  static constexpr bool kMayDrop = false;
+  float value_descale;
+  __device__ __forceinline__ bool drops(int) const { return false; }
+  __device__ __forceinline__ float factor() const { return value_descale; }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, u32* counter,                              //
@@ -348,9 +356,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
         const RowOperands<e4m3, StridedRows<e4m3>, Result> at{
             q + origin_of(q_batch, q_head) + one.query * q_sequence, rows_of(k, k_batch, k_sequence, k_head),
             rows_of(v, v_batch, v_sequence, v_head), out + out_offset + one.query * out_sequence, out_dim};
-        // exp(logit - lse) v_descale: the descale goes into the logarithm.
         compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, scaling.rules,
-                                         __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row) - logf(scaling.values));
+                                         __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
+                                         DescaledKeys{scaling.values});
       });
     }
   }

@@ -31,7 +31,7 @@ struct Features {
   static constexpr bool kBiasPair = ::kBiasPair, kMaskPair = ::kMaskPair;
 };
 // Whether a key that exists may be hidden from a row; the next sequence's keys are.
-constexpr bool kHides = kVarlen || kLimitLeft || kLimitRight || kBias || kMask;
+constexpr bool kHides = kVarlen || kLimitLeft || kLimitRight || kBias || kMask || kDropout;
 // Whether the rows of a warpgroup may see different keys in another tile than the one that holds the last key.
 constexpr bool kHasLimits = kLimitLeft || kLimitRight;
 // Order of a step's softmax. Wide outputs take many instructions to rescale: row by row, the first row's run beside the
@@ -49,6 +49,7 @@ constexpr bool kHalves = kHalfTiles && kWeightSteps % 2 == 0;
 
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
+static_assert(!kDropout || !kLazy, "weights are dropped between the softmax and the packing");
 
 // A compile-time choice as an argument of a lambda.
 template <auto kChoice>

@@ -75,11 +75,13 @@ struct RowOperands {
   i64 out_dim;
 };
 
-// By a whole warp. log_sum_exp: of the row, finite. kColumns: at least value_dim, a multiple of 16.
-template <class Features, int kColumns, class Element, class KeyRows, class Result, class Band, class BiasElement>
+// By a whole warp. log_sum_exp: of the row, finite. fate: fate.drops(key), and fate.factor() for the weights of the others.
+// kColumns: at least value_dim, a multiple of 16.
+template <class Features, int kColumns, class Element, class KeyRows, class Result, class Band, class BiasElement,
+          class Fate>
 __device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows, Result>& at, int head_dim, int value_dim,
                                             const QueryRow<BiasElement>& row, const Band& band, const LogitRules& rules,
-                                            float log_sum_exp) {
+                                            float log_sum_exp, const Fate& fate) {
   constexpr float kLog2e = 1.44269504088896340736f;
   constexpr int kLaneColumns = (kColumns + 31) / 32;
   // An opaque copy: else the compiler computes what depends on the lane before the loop over all work, and keeps it in
@@ -93,6 +95,9 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows, 
       // The same in all lanes; the shuffle tells the compiler, which else prepares all that follows for a split warp.
       if (__shfl_sync(kFullWarp, is_visible<Features>(key, row, rules), 0) == 0) continue;
     }
+    if constexpr (Fate::kMayDrop) {
+      if (__shfl_sync(kFullWarp, fate.drops(key), 0) != 0) continue;
+    }
     const Element* key_row = at.keys(key);
     if (KeyRows::kMayMiss && key_row == nullptr) continue;  // its value is zero
     float score = 0.0f;
@@ -104,7 +109,7 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows, 
     if constexpr (Features::kSoftcap) logit = soft_capped(score, rules);
     if constexpr (Features::kAlibi) logit -= row.slope * fabsf(static_cast<float>(row.query + band.shift - key));
     if constexpr (Features::kBias) logit += to_float(row.bias[key * rules.bias_stride]);
-    const float weight = ptx::ex2_approx((logit - log_sum_exp) * kLog2e);
+    const float weight = ptx::ex2_approx((logit - log_sum_exp) * kLog2e) * fate.factor();
     const Element* value_row = at.values(key);
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i) {
