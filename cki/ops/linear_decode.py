@@ -5,7 +5,7 @@
     y = activation(n @ gate.T + bias) * (n @ up.T + bias) + ...     gate and up below one another in w
 
 That is what `rms_norm`, `linear` (weight_layout "out_in") and `gated_linear` compute one after the other: n is rounded
-to x's type, sums are fp32, y is rounded once.
+to x's type, sums are fp32, y is rounded once.  w may be e4m3 with a scale for each block of 128 x 128 (W8A16).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.plan import ArgumentValue, NullPointer, Step
 
-_PARAMS = "P" * 6 + "i" * 4 + "f" + "q" * 5
+_PARAMS = "P" * 7 + "i" * 4 + "f" + "q" * 6
+_SCALE_BLOCK = 128
 
 
 class Norm(NamedTuple):
@@ -33,19 +34,25 @@ class Norm(NamedTuple):
 
 
 def decode_obstacles(
-    x: Operand, w: Operand, y: Operand, device: DeviceInfo, *, norm: Norm | None = None, gated: bool = False
-) -> list[str]:
+    x: Operand, w: Operand, y: Operand, device: DeviceInfo, *, norm: Norm | None = None, gated: bool = False,
+    scales: Operand | None = None,
+) -> list[str]:  # fmt: skip
     """Why the kernel cannot compute a product; none where it can.  x, y: [tokens, ..]; w: [rows, K]."""
-    found = heuristics.obstacles(x.shape[0], x.shape[1], device, norm=norm is not None)
-    if x.dtype not in (dtypes.f16, dtypes.bf16) or w.dtype != x.dtype:
-        found.append(f"x is {x.dtype} and w is {w.dtype}, not both f16 or bf16")
+    found = heuristics.obstacles(x.shape[0], x.shape[1], w.dtype.itemsize, device, norm=norm is not None)
+    if x.dtype not in (dtypes.f16, dtypes.bf16) or w.dtype not in (x.dtype, dtypes.e4m3):
+        found.append(f"x is {x.dtype} and w is {w.dtype}, not both f16 or bf16, or w e4m3")
+    blocks = tuple(-(-extent // _SCALE_BLOCK) for extent in w.shape)
+    if w.dtype == dtypes.e4m3 and (scales is None or scales.shape != blocks or scales.strides[-1] != 1):
+        found.append(f"scales is {scales}, not f32 {list(blocks)} with dense rows")
     if w.shape[0] != y.shape[1] * (2 if gated else 1):
         found.append(f"w has {w.shape[0]} rows for {y.shape[1]} columns of y")
     for name, operand in (("x", x), ("w", w), ("gamma", norm.gamma if norm else None)):
         if operand is None:
             continue
-        rows_apart = operand.ndim == 1 or operand.shape[0] == 1 or operand.strides[0] % 8 == 0
-        if operand.strides[-1] != 1 or not rows_apart or not operand.is_aligned(16):
+        apart = (
+            0 if operand.ndim == 1 or operand.shape[0] == 1 else operand.strides[0] * operand.dtype.itemsize
+        )
+        if operand.strides[-1] != 1 or apart % 16 or not operand.is_aligned(16):
             found.append(f"rows of {name} do not begin at multiples of 16 bytes")
     if y.shape[1] > 1 and y.strides[1] != 1:
         found.append("y's rows are not dense")
@@ -54,31 +61,34 @@ def decode_obstacles(
 
 def plan_linear_decode(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
-    norm: Norm | None = None, activation: str | None = None, gated: bool = False,
+    norm: Norm | None = None, activation: str | None = None, gated: bool = False, scales: Operand | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
 
-    w and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
+    scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
+    w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
     """
-    obstacles = decode_obstacles(x, w, y, device, norm=norm, gated=gated)
+    obstacles = decode_obstacles(x, w, y, device, norm=norm, gated=gated, scales=scales)
     if obstacles:
         raise UnsupportedError("linear of few tokens", obstacles, "rms_norm, linear and gated_linear")
     tokens, depth = x.shape
     columns = y.shape[1]
     kernel = decode_kernel(
         x.dtype, device.arch, tokens, bias=None if bias is None else bias.dtype, norm=norm is not None, gated=gated,
-        activation=activation, residual=residual is not None,
+        activation=activation, residual=residual is not None, codes=w.dtype == dtypes.e4m3,
     )  # fmt: skip
+    itemsize = w.dtype.itemsize
     tiles = -(-columns // (8 if gated else 16))
     blocks = heuristics.blocks(tiles, device)
     arguments: tuple[ArgumentValue, ...] = (
-        x, w, bias or NullPointer(), residual or NullPointer(), y, norm.gamma if norm else NullPointer(),
-        tokens, columns, depth, heuristics.row_pitch(depth), norm.eps if norm else 0.0, x.strides[0], w.strides[0],
+        x, w, scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
+        norm.gamma if norm else NullPointer(), tokens, columns, depth, heuristics.row_pitch(depth, itemsize),
+        norm.eps if norm else 0.0, x.strides[0], w.strides[0], scales.strides[0] if scales else 0,
         bias.strides[0] if bias else 0, residual.strides[0] if residual else 0, y.strides[0],
     )  # fmt: skip
     step = Step(
         kernel, (blocks, 1, 1), (heuristics.WARPS * 32, 1, 1), arguments,
-        smem=heuristics.shared_memory(tokens, depth, norm=norm is not None),
+        smem=heuristics.shared_memory(tokens, depth, itemsize, norm=norm is not None),
         programmatic=bool(kernel.constant("kProgrammatic")),
         reason=f"{tokens} x {depth} by {w.shape[0]}: few tokens, {tiles} tiles on {blocks} blocks, w by registers",
     )  # fmt: skip
@@ -87,16 +97,16 @@ def plan_linear_decode(
 
 def decode_kernel(
     dtype: DType, arch: str, tokens: int, *, bias: DType | None = None, norm: bool = False, gated: bool = False,
-    activation: str | None = None, residual: bool = False,
+    activation: str | None = None, residual: bool = False, codes: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration."""
     programmatic = arch in heuristics.PROGRAMMATIC
     return kernel_spec(
         "gemm/skinny/decode.cu", "linear_decode", _PARAMS,
         archs=heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES, max_registers=128, Element=dtype,
-        Bias=bias or dtype, kTokenTiles=heuristics.token_tiles(tokens), kDepth=heuristics.DEPTH, kNorm=norm,
-        kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
-        kProgrammatic=programmatic,
+        Bias=bias or dtype, Code=dtypes.e4m3 if codes else dtype, kTokenTiles=heuristics.token_tiles(tokens),
+        kDepth=heuristics.DEPTH, kNorm=norm, kGated=gated, kActivation=ACTIVATIONS[activation],
+        kHasBias=bias is not None, kHasResidual=residual, kProgrammatic=programmatic,
     )  # fmt: skip
 
 
@@ -110,4 +120,7 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         decode_kernel(bf16, device.arch, 16, norm=True, gated=True, activation="silu"),
         decode_kernel(f16, device.arch, 4, norm=True, gated=True, activation="gelu", bias=dtypes.f32),
         decode_kernel(f16, device.arch, 16, residual=True, bias=f16),
+        decode_kernel(bf16, device.arch, 1, norm=True, codes=True),
+        decode_kernel(bf16, device.arch, 16, norm=True, gated=True, activation="silu", codes=True),
+        decode_kernel(f16, device.arch, 16, residual=True, bias=f16, codes=True),
     ]

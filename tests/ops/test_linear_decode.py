@@ -15,6 +15,7 @@ from cki import dtypes, reference
 from cki.device import sim_device
 from cki.engine.device_memory import DeviceTensors
 from cki.engine.program import StepProgram
+from cki.engine.quantized import QuantizedWeight, dequantize_blocks, quantize_blocks
 from cki.errors import UnsupportedError
 from cki.operand import dense
 from cki.ops.linear_decode import Norm, plan_linear_decode
@@ -39,6 +40,7 @@ class Case:
     bias: np.dtype | None = None
     residual: bool = False
     sm_count: int = 2
+    codes: bool = False
 
 
 def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
@@ -50,12 +52,14 @@ def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
     x = arrays["x"].astype(np.float64)
     if case.norm:
         x = kept(reference.rms_norm(x, arrays["gamma"], eps=EPSILON))
-    bias = arrays.get("bias")
+    bias, w = arrays.get("bias"), arrays["w"]
+    if case.codes:
+        w = dequantize_blocks(QuantizedWeight(w, arrays["scales"]))
     if case.gated:
-        product = kept(reference.linear(x, arrays["w"], bias, weight_layout="out_in"))
+        product = kept(reference.linear(x, w, bias, weight_layout="out_in"))
         y = reference.gated_activation(product, activation=case.activation)
     else:
-        y = kept(reference.linear(x, arrays["w"], bias, activation=case.activation, weight_layout="out_in"))
+        y = kept(reference.linear(x, w, bias, activation=case.activation, weight_layout="out_in"))
     if case.residual:
         y = kept(y) + arrays["y"].astype(np.float64)
     return kept(y)
@@ -72,6 +76,9 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     if case.norm:
         found["gamma"] = 1 + 0.2 * rng.normal(size=case.depth)
     found = {name: values.astype(case.dtype) for name, values in found.items()}
+    if case.codes:
+        quantized = quantize_blocks(found["w"].astype(F32))
+        found |= {"w": quantized.codes, "scales": quantized.scales}
     if case.bias is not None:
         found["bias"] = rng.normal(size=rows).astype(case.bias)
     return found
@@ -87,7 +94,7 @@ def run(case: Case, arrays, device) -> np.ndarray:
     steps = plan_linear_decode(
         operands["x"], operands["w"], operands.get("bias"), operands["y"] if case.residual else None, operands["y"],
         dataclasses.replace(device, sm_count=case.sm_count), activation=case.activation, gated=case.gated,
-        norm=Norm(operands["gamma"], EPSILON) if case.norm else None,
+        norm=Norm(operands["gamma"], EPSILON) if case.norm else None, scales=operands.get("scales"),
     )  # fmt: skip
     assert len(steps) == 1
     StepProgram(Plan(steps), device, dict(memory.items())).launch(0)
@@ -96,12 +103,13 @@ def run(case: Case, arrays, device) -> np.ndarray:
 
 CASES = [
     Case(1, 576, 40, norm=True),
-    Case(1, 72, 33, residual=True),
     Case(3, 2048, 50, F16, norm=True, gated=True, activation="silu", sm_count=3),
     Case(8, 4160, 17, residual=True, bias=BF16),
     Case(16, 520, 36, norm=True, gated=True, activation="gelu", bias=F32),
-    Case(11, 64, 100, F16, activation="relu", residual=True, bias=F16),
-    Case(9, 8, 5, gated=True, activation=None, sm_count=1),
+    Case(9, 8, 5, residual=True, bias=BF16, sm_count=1),
+    Case(1, 4352, 150, norm=True, codes=True),
+    Case(12, 272, 140, norm=True, gated=True, activation="silu", bias=BF16, codes=True, sm_count=5),
+    Case(5, 1040, 33, F16, residual=True, codes=True),
 ]
 
 
@@ -135,7 +143,7 @@ def test_a_row_has_the_same_bits_in_any_company(device):
         (((17, 64), dtypes.bf16), ((16, 64), dtypes.bf16), (17, 16), "17 tokens, not 1 to 16"),
         (((16, 12288), dtypes.bf16), ((16, 12288), dtypes.bf16), (16, 16), "16 rows of 12288 do not fit"),
         (((1, 12), dtypes.bf16), ((16, 12), dtypes.bf16), (1, 16), "K is 12, no multiple of 8"),
-        (((1, 64), dtypes.f32), ((16, 64), dtypes.f32), (1, 16), "not both f16 or bf16"),
+        (((1, 64), dtypes.f32), ((16, 64), dtypes.f32), (1, 16), "not both f16 or bf16, or w e4m3"),
         (((1, 64), dtypes.bf16), ((17, 64), dtypes.bf16), (1, 16), "17 rows for 16 columns"),
     ],
 )
