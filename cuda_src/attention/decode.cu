@@ -118,6 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ int arrived_last;
   __shared__ u64 stored, combined;  // the states of a unit: all are there; they may be written again
+  __shared__ u64 arrived[2];
   __shared__ SharedUnit shared_units[2];  // in a cluster: the block's first, unless it is the first at it; its last
   float* states = reinterpret_cast<float*>(smem + kRingBytes);
   const int thread = static_cast<int>(threadIdx.x);
@@ -125,7 +126,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and the compiler knows
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
   if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
-  if constexpr (kCluster) ptx::cluster_arrive_relaxed();  // this block runs: others may write to its memory
 
   const int total_rows = queries * kGroup;
   const int units = kv_heads * kRowBlocks;  // of a sequence
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Result result{out, lse, sinks, out_batch, out_query, out_head, out_dim, sinks_stride, queries,
                       kv_heads * kGroup};
   const LogitRules rules{scale, softcap, softcap_rate, 0, 0};
-  const Inbox inbox{states + kWarps * State::kFloats};
+  const Inbox inbox{states + kWarps * State::kFloats, arrived};
   int* tables = reinterpret_cast<int*>(inbox.entries + kInboxFloats);
 
   // All that a block does, once it is known which order it follows. ahead: the table's entry of the tile that the lane
@@ -147,10 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     using Division = decltype(schedule);
     const int share = schedule.share(own_group);
     if (share == 0) {
-      if constexpr (kCluster) {
-        ptx::cluster_wait();
-        ptx::cluster_sync();
-      }
+      if constexpr (kCluster) ptx::cluster_wait();
       return;
     }
     Cursor walk = Cursor::begin(schedule, own_group, share);
@@ -201,7 +198,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
     Unit unit;
     Rows state;
-    bool others_run = !kCluster;  // known to this warp
     const auto begin_unit = [&] {
       unit = Unit(schedule, walk, together, beside, total_rows);
       if (kSplit && unit.length != unit.tiles) {  // found here, where keys are awaited, and not when all wait for the end
@@ -210,9 +206,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         unit.parts = schedule.sharing_groups(unit_begin, unit.tiles);
         if constexpr (kCluster) {
           unit.inverse = Inbox::inverse_of(unit.parts);
-          if (thread == 0)
-            shared_units[unit.own == 0 ? 1 : 0] = {unit.parts, unit.own, unit.sequence, unit.kv_head, unit.first_row,
-                                                   unit.rows};
+          if (thread == 0) {
+            const SharedUnit shared{unit.parts, unit.own, unit.sequence, unit.kv_head, unit.first_row, unit.rows};
+            shared_units[Inbox::side(unit.own)] = shared;
+            inbox.expect(shared);
+          }
         } else {
           const i64 place = schedule.place(unit_begin, unit.own);
           unit.part = partials + (place * together + beside) * State::kFloats;
@@ -247,10 +245,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         __syncthreads();
       } else {
         ptx::mbarrier_wait_parity(&stored, done % 2);
-      }
-      if (!others_run && (last || !whole)) {
-        if constexpr (kCluster) ptx::cluster_wait();
-        others_run = true;
       }
 #pragma unroll 1
       for (int row = by_all ? warp : 0; row < unit.rows; row += by_all ? kWarps : 1) {
@@ -290,7 +284,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
       if constexpr (kCluster) {
         if (last) {
-          ptx::cluster_sync();
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const SharedUnit shared = shared_units[i];
@@ -316,6 +309,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for (int done = 0;; ++done) {
       if (Division::kOne) __syncthreads();
       begin_unit();
+      if constexpr (kCluster) {  // all blocks run, and their barriers are ready: this one may write to their memory
+        if (done == 0) ptx::cluster_wait();
+      }
       // Keys that every row sees: from the last query's window to the first query's own place.
       const int common_begin = kLimitLeft ? unit.keys - 1 - left : 0;
       const int common_end = unit.keys - queries + 1;
@@ -341,8 +337,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (thread == 0) {
       ptx::mbarrier_init(&stored, kThreads);
       ptx::mbarrier_init(&combined, 32);
-      shared_units[0].parts = shared_units[1].parts = 0;
+      if constexpr (kCluster) {
+        inbox.begin();
+        shared_units[0].parts = shared_units[1].parts = 0;
+      }
     }
+    if constexpr (kCluster) ptx::cluster_arrive_relaxed();
   };
   // Queries that are this block's, probably, come to L2 while the lengths are awaited.
   const auto fetch_queries = [&](int sequence) {

@@ -3,8 +3,10 @@
 //
 // All groups of blocks that can share a unit are one cluster: consecutive groups share a unit, so a block has a part of at
 // most two, of the unit that it begins with and of the one that it ends with. Parts are cut into items of up to 32 columns
-// of a row. Of `parts` blocks that shared a unit, block i ends the items i, i + parts, ...: every block writes its part of
-// an item into the memory of the block that ends it, as soon as it has it. One barrier of the cluster later all are there.
+// of a row. Of `parts` blocks that shared a unit, block i ends the items i, i + parts, ...: every block stores its part of
+// an item in the memory of the block that ends it, as soon as it has it. The stores complete on an mbarrier there, so a
+// block waits for the bytes that it needs and for nothing else: a barrier of the cluster costs half a microsecond, as its
+// release waits for all accesses to memory. A block may exit when it has what it waits for.
 //
 // A block's inbox holds the items of both units: those of the unit that it is the first to work at fill it from its end,
 // the others from its begin. They fit: of parts p and q that two units of one block have, p + q <= blocks + 1.
@@ -15,6 +17,7 @@
 #include "common/types.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace cki::attention {
 
@@ -40,6 +43,23 @@ struct ClusterInbox {
   static_assert(State::kColumns % kItemColumns == 0, "whole items");
 
   float* entries;
+  u64* arrived;  // for either unit, in the order of SharedUnit's places; one arrival beside the bytes
+
+  // The place of a unit among the two that a block shares.
+  static __device__ __forceinline__ int side(int own) { return own == 0 ? 1 : 0; }
+
+  // One thread, before the blocks of the cluster wait for one another.
+  __device__ __forceinline__ void begin() const {
+    ptx::mbarrier_init(arrived, 1);
+    ptx::mbarrier_init(arrived + 1, 1);
+    ptx::fence_mbarrier_init();
+  }
+
+  // One thread: what this block will be sent of a unit.
+  __device__ __forceinline__ void expect(const SharedUnit& unit) const {
+    const int items = max((unit.rows * kRowItems - unit.own + unit.parts - 1) / unit.parts, 0);
+    ptx::mbarrier_arrive_expect_tx(arrived + side(unit.own), static_cast<u32>(items * unit.parts * kPitch * 4));
+  }
 
   // Where in the inbox of block `owner` of a unit's blocks a part of its item number `round` lies.
   __device__ __forceinline__ float* place(int owner, int round, int parts, int part) const {
@@ -62,21 +82,24 @@ struct ClusterInbox {
       if (column >= State::kColumns) break;
       const int item = row * kRowItems + column / kItemColumns;
       const int round = item * inverse / 65536, owner = item - round * parts;
-      const u32 address = ptx::map_shared_rank(place(owner, round, parts, own), static_cast<u32>(first_rank + owner));
-      ptx::store_shared_cluster_f32x4(address + static_cast<u32>(column % kItemColumns) * 4, total.values[j]);
+      const u32 block = static_cast<u32>(first_rank + owner);
+      const u32 address = ptx::map_shared_rank(place(owner, round, parts, own), block);
+      const u32 barrier = ptx::map_shared_rank(arrived + side(owner), block);
+      ptx::store_async_cluster_f32x4(address + static_cast<u32>(column % kItemColumns) * 4, total.values[j], barrier);
       if (column % kItemColumns == 0)
-        ptx::store_shared_cluster_f32x4(address + kItemColumns * 4,
-                                        make_float4(total.reference, total.sum, 0.0f, 0.0f));
+        ptx::store_async_cluster_f32x4(address + kItemColumns * 4,
+                                       make_float4(total.reference, total.sum, 0.0f, 0.0f), barrier);
     }
   }
 
-  // Ends this block's items of a unit, an item a warp at a time, when all parts are there. finish(row, column, values,
+  // Waits for all parts of this block's items of a unit and ends them, an item a warp at a time. finish(row, column, values,
   // reference, sum): by the lanes that have an item's columns, four each.
   template <int kWarps, class Finish>
   __device__ __forceinline__ void end(const SharedUnit& unit, Finish finish) const {
     const int lane = static_cast<int>(threadIdx.x % 32), share = lane / kItemLanes;
     const int column = lane % kItemLanes * 4;
     const int items = unit.rows * kRowItems;
+    ptx::mbarrier_wait_parity(arrived + side(unit.own), 0);
 #pragma unroll 1
     for (int round = static_cast<int>(threadIdx.x / 32);; round += kWarps) {
       const int item = round * unit.parts + unit.own;

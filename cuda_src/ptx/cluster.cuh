@@ -112,4 +112,15 @@ __device__ __forceinline__ void store_shared_cluster_f32x4(u32 address, float4 v
                : "memory");
 }
 
+// A store that completes, with its 16 bytes, on an mbarrier of the same block: who waits for the bytes sees them. Nothing
+// else is ordered, and so nothing is waited for, where a cluster barrier's release waits for all of a thread's accesses.
+template <int Sm = kTargetSm>
+__device__ __forceinline__ void store_async_cluster_f32x4(u32 address, float4 v, u32 barrier) {
+  static_assert(Sm >= 90, "st.async needs sm_90");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               :
+               : "r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+               : "memory");
+}
+
 }  // namespace cki::ptx

@@ -39,4 +39,4 @@ def test_cluster(device, blocks: int, dimensions: int, hint: int) -> None:
             ranks[block, 2]
             == int(following * 1000 + (following + 0.125) * 8) + int((following + 0.5) * 2) + 1
         )
-        assert ranks[block, 3] == sum(10 + peer for peer in range(blocks)) + 18 * 10000
+        assert ranks[block, 3] == sum(10 + peer for peer in range(blocks)) + 18 * 10000 + blocks * 1000000

@@ -5,6 +5,8 @@
 #include "ptx/address.cuh"
 #include "runtime_api.h"
 
+extern "C" void cki_sim_store_async(unsigned address, const void* value, unsigned barrier);
+
 namespace cki::ptx {
 
 __device__ __forceinline__ u32 cluster_cta_rank() { return cki_sim_block.rank_in_cluster; }
@@ -48,6 +50,10 @@ __device__ __forceinline__ void store_shared_cluster_f32(u32 address, float valu
 
 __device__ __forceinline__ void store_shared_cluster_f32x4(u32 address, float4 v) {
   *static_cast<float4*>(cki_sim_shared_pointer(address)) = v;
+}
+
+__device__ __forceinline__ void store_async_cluster_f32x4(u32 address, float4 v, u32 barrier) {
+  cki_sim_store_async(address, &v, barrier);
 }
 
 }  // namespace cki::ptx

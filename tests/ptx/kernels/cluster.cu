@@ -17,13 +17,14 @@ extern "C" __global__ void __launch_bounds__(64)
   __shared__ __align__(128) u32 bulk_tile[kBlocks * 128];
   __shared__ __align__(16) u32 mailbox[16];
   __shared__ __align__(16) float4 exported;
-  __shared__ u64 full, arrivals;
+  __shared__ u64 full, arrivals, stored;
   constexpr u32 kPart = 512;
   const int t = threadIdx.x;
   const u32 rank = ptx::cluster_cta_rank(), count = ptx::cluster_cta_count();
   if (t == 0) {
     ptx::mbarrier_init(&full, 1);
     ptx::mbarrier_init(&arrivals, kBlocks);
+    ptx::mbarrier_init(&stored, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(&full, 2 * kBlocks * kPart);
     exported = make_float4(rank, rank + 0.5f, rank + 0.25f, rank + 0.125f);
@@ -92,4 +93,21 @@ extern "C" __global__ void __launch_bounds__(64)
   }
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
+  // Stores into all blocks that complete on a barrier there, each beside the others'.
+  float4* halls = reinterpret_cast<float4*>(tile);
+  if (t == 0) {
+    ptx::mbarrier_arrive_expect_tx(&stored, 16 * kBlocks);
+    for (u32 peer = 0; peer < kBlocks; ++peer)
+      ptx::store_async_cluster_f32x4(ptx::map_shared_rank(halls + rank, peer), make_float4(rank, peer, 0.5f, 2.0f),
+                                     ptx::map_shared_rank(&stored, peer));
+  }
+  ptx::mbarrier_wait_parity(&stored, 0);
+  if (t == 0) {
+    u32 right = 0;
+    for (u32 peer = 0; peer < kBlocks; ++peer) {
+      const float4 v = halls[peer];
+      right += v.x == peer && v.y == rank && v.z == 0.5f && v.w == 2.0f;
+    }
+    ranks[blockIdx.x * 4 + 3] += right * 1000000;
+  }
 }
