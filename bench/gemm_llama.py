@@ -5,10 +5,11 @@
     python bench/gemm_llama.py --without tma                     # candidates whose names contain that
 
 No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of the kernel whose threads copy
-(`skinny/linear.cu`), by its model, and every tile of the one that copies by TMA (`skinny/streamed.cu`); from 64 rows on
-tiles of Hopper's GEMM.  Kernels are compiled first, several at a time.  Then one worker process compares every
-implementation with a float64 product on the GPU before it times all of a cell in turn, one graph replay each a round.
-Where it dies or falls silent, it is started again from that cell on, without the candidate that it was at.
+(`skinny/linear.cu`), by its model, and small blocks of Hopper's GEMM; for 64 rows also its larger ones, and the kernel
+for few rows that copies by TMA (`skinny/streamed.cu`).  Kernels are compiled first, several at a time.  Then one worker
+process compares every implementation with a float64 product on the GPU before it times all of a cell in turn, one graph
+replay each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that it
+was at.
 
 `vs_torch`: torch's time over ours.  `of_copy`: the weight's bytes a second over the rate of a copy in the same run.
 Each cell's line is the fastest with the choice beside it; the last are geometric means.  Writes results/gemm_llama.csv.
@@ -36,8 +37,8 @@ from gemm import LinearProblem
 
 from cki import cache, dtypes
 from cki.device import DeviceInfo, sim_device
-from cki.heuristics.linear_hopper import TILES, HopperTile, predicted_time
-from cki.heuristics.linear_skinny import TMA_CANDIDATES, SkinnyTile, choose_skinny_tile, fits
+from cki.heuristics.linear_hopper import SMALL_TILES, TILES, HopperTile, predicted_time
+from cki.heuristics.linear_skinny import SkinnyTile, choose_skinny_tile, fits
 from cki.kernel import KernelSpec
 from cki.operand import dense
 from cki.ops.linear import plan_linear
@@ -46,13 +47,13 @@ from cki.ops.linear import plan_linear
 PRODUCTS = ("4096x6144", "4096x4096", "4096x28672", "14336x4096")
 ROWS = (1, 8, 16, 64, 2048)
 LAYOUTS = ("in_out", "out_in")
-#: Of Hopper's GEMM with 64 rows, besides the choice's own.
+#: Of Hopper's GEMM with 64 rows, besides small ones.
 LOW_TILES = (
     HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True), HopperTile(64, 128, 8, split=2),
-    HopperTile(64, 128, 8, split=2, pushes=True), HopperTile(64, 128, 8, split=4), HopperTile(64, 256, 4, True),
+    HopperTile(64, 128, 8, split=2, pushes=True), HopperTile(64, 256, 4, True),
 )  # fmt: skip
 #: By TMA, 64 rows high.
-TMA_HIGH = tuple(SkinnyTile(64, 64, 1, 4, stages, split, tma=True) for stages in (4, 8) for split in (1, 2))
+TMA_HIGH = (SkinnyTile(64, 64, 1, 4, 8, 2, tma=True),)
 ROUNDS = 10
 #: Without a word from the worker, it is ended.
 SILENCE_SECONDS = 40.0
@@ -69,11 +70,9 @@ def candidates(
     if rows <= 64:
         copying = choose_skinny_tile(rows, columns, depth, 2, device, along_n=along_n)
         tiles += [copying] if copying is not None else []
-        tiles += [
-            tile for tile in (TMA_CANDIDATES if rows <= 16 else TMA_HIGH) if fits(tile, 2, device, along_n=along_n)
-        ]  # fmt: skip
+        tiles += SMALL_TILES
     if rows == 64:
-        tiles += LOW_TILES
+        tiles += [*LOW_TILES, *(tile for tile in TMA_HIGH if fits(tile, 2, device, along_n=along_n))]
     elif rows > 64:
         tiles += sorted(TILES, key=lambda tile: predicted_time(tile, rows, columns, depth, device))[:3]
     kinds = {SkinnyTile: "skinny", HopperTile: "hopper"}

@@ -31,8 +31,8 @@ STAGE_DEPTH = 64
 _ROW_BYTES = 128
 #: Columns to which a row's statistics belong (cuda_src/gemm/hopper/row_norm.cuh): a warp's slab.
 STATISTICS_COLUMNS = 64
-#: Two buffers of 16 rows x 64 columns for each of eight warps.
-_OUTPUT_BYTES = 8 * 2 * 16 * _ROW_BYTES
+#: Two buffers of 16 rows x 64 columns for each of a consumer's four warps.
+_OUTPUT_BYTES = 4 * 2 * 16 * _ROW_BYTES
 _BARRIER_BYTES = 16  # of a stage
 #: Registers of (producer, consumer) threads after setmaxnreg: 128 * 24 + 256 * 240 of 65536.
 REGISTER_SHARES = (24, 240)
@@ -48,7 +48,8 @@ class HopperTile:
     they share each.  split: blocks of a cluster, each with its part of K; the consumers then share the one tile.
     sharers: blocks of a cluster whose tiles lie below each other, and who bring their weight for each other.
     programmatic: the launch may begin while the one before it in the stream ends.
-    pushes: of K in two parts, each consumer's sums are stored into the block that finishes them, which reads nothing.
+    pushes: of K in two parts, sums are stored into the block that finishes them, which reads nothing from afar.
+    consumers: 2, or 1 in a small block, of which an SM holds several.
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
 
     block_m: int
@@ -60,26 +61,32 @@ class HopperTile:
     programmatic: bool = True
     spare_warps: bool = False
     pushes: bool = False
+    consumers: int = 2
 
     @property
     def shares_columns(self) -> bool:
         """Whether the consumers that share a tile have columns of their own, not rows."""
-        return not self.ping_pong and self.block_m == 64
+        return self.consumers > 1 and not self.ping_pong and self.block_m == 64
 
     @property
     def threads(self) -> int:
-        """A producer warpgroup and two consumers."""
-        return 384
+        """A producer warpgroup and the consumers."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def blocks_together(self) -> int:
+        """Of an SM: two small ones, if they fit its 228 KB, of which the system takes 1 KB for each."""
+        return 2 if self.consumers == 1 and 2 * (self.shared_memory + 1024) <= 228 * 1024 else 1
 
     @property
     def accumulators(self) -> int:
         """Of a consumer's thread."""
-        return self.block_m * self.block_n // (128 if self.ping_pong else 256)
+        return self.block_m * self.block_n // (128 if self.ping_pong else 128 * self.consumers)
 
     @property
     def shared_memory(self) -> int:
         """Bytes: `HopperLayout` of cuda_src/gemm/hopper/tiles.cuh."""
-        return self.ring_bytes + self.stages * _BARRIER_BYTES + _OUTPUT_BYTES
+        return self.ring_bytes + self.stages * _BARRIER_BYTES + self.consumers * _OUTPUT_BYTES
 
     @property
     def board_bytes(self) -> int:
@@ -95,7 +102,8 @@ class HopperTile:
         words = (
             f"{self.block_m}x{self.block_n}s{self.stages}", "pp" if self.ping_pong else "",
             f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
-            "push" if self.pushes else "", "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
+            "push" if self.pushes else "", "small" if self.consumers == 1 else "",
+            "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
         )  # fmt: skip
         return "".join(words)
 
@@ -105,12 +113,16 @@ TILES = (
     HopperTile(128, 256, 4), HopperTile(256, 128, 4), HopperTile(128, 128, 6, True), HopperTile(128, 128, 6),
     HopperTile(64, 128, 8, True), HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, split=2),
 )  # fmt: skip
+#: Small blocks, to be measured.
+SMALL_TILES = (
+    HopperTile(64, 64, 6, consumers=1), HopperTile(64, 64, 6, split=2, pushes=True, consumers=1),
+)  # fmt: skip
 #: What `bench/gemm.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
     *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(64, 256, 4, True),
     HopperTile(64, 128, 6, True), HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, True, sharers=2),
     HopperTile(128, 256, 4, sharers=2), HopperTile(128, 128, 6, split=3), HopperTile(64, 128, 8, split=2, pushes=True),
-    HopperTile(128, 64, 8, split=2, pushes=True),
+    HopperTile(128, 64, 8, split=2, pushes=True), *SMALL_TILES,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from cki.heuristics.linear import ACTIVATIONS, WeightAccess, pair_access
 from cki.heuristics.linear_hopper import (
     LAUNCH_REGISTERS,
     REGISTER_SHARES,
+    SMALL_TILES,
     SPARE_REGISTER_SHARES,
     STAGE_DEPTH,
     STATISTICS_COLUMNS,
@@ -254,7 +255,7 @@ def plan_linear_hopper(
         blocks = tiles * tile.split
     else:
         clusters = -(-rows // (tile.block_m * tile.sharers)) * -(-columns // out_columns)
-        blocks = tile.sharers * max(1, min(clusters, device.sm_count // tile.sharers))
+        blocks = tile.sharers * max(1, min(clusters, device.sm_count * tile.blocks_together // tile.sharers))
     reason = (
         f"{rows} x {depth} by {columns}: wgmma and TMA, tiles of {tile.block_m} x {tile.block_n}, "
         f"{tile.stages} stages, {'ping-pong' if tile.ping_pong else 'cooperative'}, K in {tile.split} parts, "
@@ -287,7 +288,9 @@ def hopper_kernel(
     spare_warps = uses_spare_warps(tile, norm)
     producer, consumer = SPARE_REGISTER_SHARES if spare_warps else REGISTER_SHARES
     return kernel_spec(
-        "gemm/hopper/linear.cu", "linear_hopper", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
+        "gemm/hopper/linear.cu", "linear_hopper", _PARAMS, archs=(_ARCH,),
+        max_registers=LAUNCH_REGISTERS if tile.consumers == 2 else 65536 // (256 * tile.blocks_together),
+        kConsumers=tile.consumers, kMinBlocks=tile.blocks_together,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
         kPingPong=tile.ping_pong, kSplit=tile.split, kPushSums=tile.pushes, kSharers=tile.sharers, kGated=gated,
@@ -361,6 +364,7 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(f16, HopperTile(64, 128, 8, split=2), bias=f16, residual=True, along_n=False),
         hopper_kernel(bf16, HopperTile(64, 128, 8, split=2, pushes=True), bias=bf16, residual=True),
         hopper_kernel(f16, HopperTile(128, 64, 8, split=2, pushes=True), bias=f16, activation="gelu", along_n=False),
+        *(hopper_kernel(bf16, tile, bias=bf16, residual=True, activation="silu") for tile in SMALL_TILES),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", along_n=False),
         hopper_kernel(bf16, HopperTile(256, 128, 4), bias=f32, activation="gelu", norm="layer"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),

@@ -21,7 +21,7 @@ from tests.orders import every_check, orders
 
 #: The smallest tiles, with the shallowest ring: taken in turn, and shared.
 TURNS, SHARED = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2)
-SMALL = pytest.mark.parametrize("tile", [TURNS, SHARED], ids=str)
+SMALL = pytest.mark.parametrize("tile", [TURNS, SHARED, HopperTile(64, 64, 2, consumers=1)], ids=str)
 #: K over the blocks of a cluster: consumers that share columns, and rows; more warps than units to finish, and fewer.
 SPLIT = pytest.mark.parametrize(
     "tile",
@@ -31,6 +31,7 @@ SPLIT = pytest.mark.parametrize(
         HopperTile(128, 192, 3, split=2),
         HopperTile(64, 128, 2, split=2, pushes=True),
         HopperTile(128, 64, 3, split=2, pushes=True),
+        HopperTile(64, 64, 2, split=2, pushes=True, consumers=1),
     ],
     ids=str,
 )

@@ -75,34 +75,42 @@ struct ClusterSum {
   }
 };
 
-// A consumer's part of a tile's sums on its way to the block of the cluster that adds it to its own: the accumulators of
-// each lane, in pieces of 16 bytes, stored through distributed shared memory, which nobody waits for before a barrier.
-template <int kRowTiles, int kCount>
+// The other way for a cluster of two: each block finishes half of the warps' parts of the tile, and the same warps of the
+// other block store their sums, as the accumulators of each lane in pieces of 16 bytes, into its shared memory, where a
+// warp that finishes nothing there has its buffers. Nobody waits for a store before the barrier, nor reads from afar.
+template <int kRowTiles, int kCount, int kWarps>
 struct PushedSum {
+  static constexpr int kOwned = kWarps / 2;  // warps that finish, of a block
   static constexpr int kPieces = kRowTiles * kCount / 4;
-  static constexpr int kBytes = kPieces * 128 * 16;
+  static constexpr int kStride = kOutputBuffers * kWarpSlabBytes;  // of a warp's buffers
+  static constexpr bool kFits = kPieces * 32 * 16 <= kStride;
 
-  unsigned char* memory;  // the same place in every block
+  unsigned char* memory;  // the buffers, at the same place in both blocks
 
-  static __device__ __forceinline__ int piece_at(int piece) {
-    return (piece * 128 + static_cast<int>(threadIdx.x) % 128) * 16;
+  // Which block finishes a warp's part.
+  static __device__ __forceinline__ int owner_of(int warp) { return warp / kOwned; }
+
+  // Where a lane's pieces of a warp's part lie, when they come from block `rank`.
+  __device__ __forceinline__ unsigned char* pieces_of(int warp, int rank) const {
+    return memory + (rank * kOwned + warp % kOwned) * kStride + static_cast<int>(threadIdx.x) % 32 * 16;
   }
 
-  __device__ __forceinline__ void push(const float (&sum)[kRowTiles][kCount], u32 rank) const {
-    const u32 peer = ptx::map_shared_rank(memory, rank);
+  // To the warp's owner. rank: of this block, which is another.
+  __device__ __forceinline__ void push(const float (&sum)[kRowTiles][kCount], int warp, int rank) const {
+    const u32 peer = ptx::map_shared_rank(pieces_of(warp, rank), static_cast<u32>(owner_of(warp)));
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       const float* part = sum[piece * 4 / kCount] + piece * 4 % kCount;
-      ptx::store_shared_cluster_f32x4(peer + static_cast<u32>(piece_at(piece)),
-                                      make_float4(part[0], part[1], part[2], part[3]));
+      ptx::store_shared_cluster_f32x4(peer + piece * 32 * 16, make_float4(part[0], part[1], part[2], part[3]));
     }
   }
 
-  // Behind the cluster's barrier.
-  __device__ __forceinline__ void add_to(float (&sum)[kRowTiles][kCount]) const {
+  // Behind the cluster's barrier, the owner: sum is of both blocks.
+  __device__ __forceinline__ void add_to(float (&sum)[kRowTiles][kCount], int warp, int rank) const {
+    const unsigned char* from = pieces_of(warp, 1 - rank);
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      const float4 part = *reinterpret_cast<const float4*>(memory + piece_at(piece));
+      const float4 part = *reinterpret_cast<const float4*>(from + piece * 32 * 16);
       float* total = sum[piece * 4 / kCount] + piece * 4 % kCount;
       total[0] += part.x;
       total[1] += part.y;

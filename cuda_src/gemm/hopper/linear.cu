@@ -13,8 +13,10 @@
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
 // Split.   kSplit > 1, for fewer tiles than SMs: a cluster of kSplit blocks has one tile, each block a part of K, and
 //          their sums meet in distributed shared memory (cluster_sum.cuh). Not persistent: a block has one tile.
-//          kPushSums, of two blocks: consumer c's sums meet in block c. The other block stores its part into that one's
-//          shared memory, where the block's other consumer has nothing to store; one barrier, and nobody reads from afar.
+//          kPushSums, of two blocks: each stores half of its sums into the other's shared memory (one barrier, and
+//          nobody reads from afar).
+// Small.   kConsumers = 1, for few rows: blocks so small that two share an SM, and that the next launch's are there when
+//          this one's end.
 // Sharers. kSharers > 1: the blocks of a cluster compute tiles below each other, and each brings a part of their weight
 //          for all (multicast), which saves traffic from L2. A stage is free when all blocks' consumers have read it.
 // Gated.   kGated: y = act(x w_gate + bias_gate) (x w_up + bias_up), of N columns each, which begin at gate_column and
@@ -26,8 +28,8 @@
 //          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
-// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kPingPong, kSplit,
-//   kPushSums, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kRowNorm,
+// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kConsumers, kMinBlocks,
+//   kPingPong, kSplit, kPushSums, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kRowNorm,
 //   kSpareWarps, kStatistics, kTmaStore, kVectorY, kVectorBias, kVectorResidual (1 or 2: elements an access),
 //   kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map 64 x 16, unused
@@ -54,9 +56,9 @@
 
 using namespace cki;
 
-constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr bool kShareColumns = !kPingPong && kBlockM == 64;  // one wgmma tile high: consumers share the columns
+// One wgmma tile high: consumers share the columns.
+constexpr bool kShareColumns = kConsumers > 1 && !kPingPong && kBlockM == 64;
 constexpr int kGroupRows = kPingPong || kShareColumns ? kBlockM : kBlockM / kConsumers;  // of a consumer
 constexpr int kGroupColumns = kShareColumns ? kBlockN / kConsumers : kBlockN;
 constexpr int kRowTiles = kGroupRows / 64;
@@ -98,9 +100,8 @@ static_assert(!kSpareWarps || kNormalisesX, "spare warps read the statistics of 
 constexpr bool kInUnits = kSplit > 1 && !kPushSums;  // the cluster's warps share out a tile's sums
 using Parts = gemm::ClusterSum<kBlockM, kBlockN, kSplit, 4 * kConsumers>;
 static_assert(kSplit == 1 || Parts::kBytes <= Layout::kOutput, "parts lie where the stages were");
-using Pushed = gemm::PushedSum<kRowTiles, kGroupColumns / 2>;
-static_assert(!kPushSums || kSplit == kConsumers, "a block for each consumer's sums");
-static_assert(!kPushSums || Pushed::kBytes <= 4 * gemm::kOutputBuffers * gemm::kWarpSlabBytes, "a consumer's buffers");
+using Pushed = gemm::PushedSum<kRowTiles, kGroupColumns / 2, 4 * kConsumers>;
+static_assert(!kPushSums || (kSplit == 2 && Pushed::kFits), "each block finishes half of a tile");
 
 // The cluster's last barrier: parts have been read, barriers arrived at. It orders no memory, which would cost half a
 // microsecond.
@@ -138,7 +139,7 @@ __device__ __forceinline__ void skip_stages(Ring& ring, int count) {
   ring.stage = position % kStages;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                   const __grid_constant__ TensorMap y_map, const Bias* bias, const Element* residual, Element* y,
                   int rows, int columns, int depth, int gate_column, int up_column, i64 bias_stride,
@@ -186,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if constexpr (kConsumers > 1) ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x >= 32) {
       if constexpr (kSpareWarps) {
         ptx::griddepcontrol_wait();
@@ -237,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  ptx::setmaxnreg_inc<kConsumerRegisters>();
+  if constexpr (kConsumers > 1) ptx::setmaxnreg_inc<kConsumerRegisters>();
   ptx::griddepcontrol_wait();
   // A counter of the next launch, which would cost one of its own.
   if (zeroed != nullptr && blockIdx.x == 0 && threadIdx.x == kThreads - 1) *zeroed = 0;
@@ -270,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int first_row = tile_row + (kInUnits ? Parts::row_of(unit) : group_row + warp * 16);
     const int first_column = tile_column + (kInUnits ? Parts::column_of(unit) : group_column);
     const bool finishes = kInUnits ? consumer * 4 + warp < Parts::kOwnUnits && unit < Parts::kUnits
-                                   : !kPushSums || consumer == rank;
+                                   : !kPushSums || (consumer * 4 + warp) / (2 * kConsumers) == rank;
     if (finishes) {
       constexpr int kRowTilesOut = kInUnits ? 1 : kRowTiles;
       constexpr int kColumnsOut = kInUnits ? gemm::kSlabColumns : kGroupColumns / (kGated ? 2 : 1);
@@ -323,13 +324,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     if constexpr (kPushSums) {
-      constexpr int kBytesOut = 4 * gemm::kOutputBuffers * gemm::kWarpSlabBytes;  // of a consumer's buffers
-      const Pushed pushed{smem + Layout::kOutput + (1 - consumer) * kBytesOut};
+      const Pushed pushed{smem + Layout::kOutput};
       ptx::cluster_wait();
-      if (!finishes) pushed.push(sum, static_cast<u32>(consumer));
+      if (!finishes) pushed.push(sum, consumer * 4 + warp, rank);
       ptx::cluster_sync();
       if (finishes) {
-        pushed.add_to(sum);
+        pushed.add_to(sum, consumer * 4 + warp, rank);
         gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
       }
     } else if constexpr (kSplit == 1) {
