@@ -232,6 +232,23 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def comparison(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """For each shape the best peer's time over each candidate's, medians and 10th percentiles."""
+    lines = []
+    for key in dict.fromkeys((row["problem"], row["dtype"]) for row in rows):
+        own = [row for row in rows if (row["problem"], row["dtype"]) == key]
+        peers = [row for row in own if row["implementation"] in ("cudnn", "fa3")]
+        times = ", ".join(f"{row['implementation']} {row['median_us']} us" for row in peers)
+        lines.append(f"{key[0]} {key[1]}: {times}")
+        for row in own:
+            if peers and row not in peers:
+                median, least = (
+                    min(peer[column] for peer in peers) / row[column] for column in ("median_us", "p10_us")
+                )
+                lines.append(f"  {median:.3f} {least:.3f}  {row['implementation']}")
+    return lines
+
+
 def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False, variants: Sequence[str] = ()) -> None:
     """Checks, times, writes the CSV after every shape, prints the summary.
 
@@ -255,4 +272,4 @@ def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False, variants: 
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
             common.write_csv("attention_hopper", rows)
         print(f"measured {text} {dtype}", flush=True)
-    print("\n".join(summary(rows)))
+    print("\n".join((comparison(rows) if variants else []) + summary(rows)))

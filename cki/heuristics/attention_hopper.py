@@ -38,9 +38,11 @@ GROUP_ROWS = 64
 class HopperTiles:
     """consumers: warpgroups of 64 query rows each.  block_keys: keys a tile, a multiple of 16.  stages: of the rings of
     keys and of values.  ping_pong: warpgroups take turns at starting products.  schedule: one of SCHEDULES.
-    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).  lazy: references of the
-    softmax follow scores only when these rise by 2**8, and the output is rescaled only then.  ahead: with `lazy`, how
-    many of a thread's weights are computed beside the search for the largest score, a register each."""
+    blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).
+    lazy: references of the softmax follow scores only when these rise by 2**8, and the output is rescaled only then.
+    ahead: with `lazy`, how many of a thread's weights are computed beside the search for the largest score, a register
+    each; None for what the registers allow.  half_tiles: half a tile of keys where a warpgroup sees no more of its last
+    one.  overlap: a tile's first scores are computed beside the last product and the stores of the tile before."""
 
     consumers: int
     block_keys: int
@@ -49,8 +51,9 @@ class HopperTiles:
     schedule: str = "single"
     blocks_per_sm: int = 1
     lazy: bool = False
-    ahead: int = 0
+    ahead: int | None = None
     half_tiles: bool = False
+    overlap: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -65,6 +68,13 @@ class HopperTiles:
     def registers(self) -> int:
         """Registers a thread at launch: what the compiler may use before setmaxnreg moves them."""
         return min(255, _REGISTER_FILE // (self.threads * self.blocks_per_sm) // 8 * 8)
+
+    @property
+    def weights_ahead(self) -> int:
+        """`ahead`, or its default."""
+        if self.ahead is not None:
+            return self.ahead
+        return min(8 if self.consumers == 3 else 16, self.block_keys // 4)
 
     def register_shares(self, packed: bool = False) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched.
@@ -93,7 +103,10 @@ class HopperTiles:
         if self.ping_pong:
             text += ", ping-pong"
         if self.lazy:
-            text += ", lazy"
+            text += ", lazy" if self.ahead is None else f", lazy with {self.ahead} ahead"
+        for name in ("half_tiles", "overlap"):
+            if getattr(self, name):
+                text += ", " + name.replace("_", " ")
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

@@ -235,8 +235,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const auto start_values = [&](Rows& rows) {
     const u64 values = wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes);
     const auto start = [&](auto steps) {
+      ptx::wgmma_fence();
       multiply_values<Element, ValueTile, kValueDim, steps.kValue>(rows.output, rows.weights, values);
-      ptx::wgmma_commit_group();  // in each branch: a group that ends behind a branch is closed in it and once more behind it
+      ptx::wgmma_commit_group();  // fence and end in each branch: else ptxas puts more of both
     };
     if (kHalves && rows.is_half) {
       start(Constant<kWeightSteps / 2>{});
@@ -288,7 +289,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::wgmma_fence();
     start_keys(scores);
     value_ring.wait_full();
-    ptx::wgmma_fence();
     start_values(rows);
     if constexpr (kHalves) rows.is_half = false;
     turns.pass();
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       value_ring.release();
     };
     // After the last scores the queries of the next tile may come.
-    if constexpr (kLazy) {
+    if constexpr (kIsLazy) {
       LazySoftmax<kMayHide, kScaleFirst, kAhead, kBlockKeys / 2> softmax(scores, rows.softmax, exponent_scale);
       softmax.begin([&](const float(&factor)[2]) {
         ptx::wgmma_wait_group<0>();
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       take_tile<kMayHide, kScaleFirst>(scores, rows.softmax, correction, exponent_scale);
       finish_values();
     }
-    if constexpr (!kLazy) {
+    if constexpr (!kIsLazy) {
       dropped.apply(scores);
       pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return scores[i]; });
       scale_rows(rows.output, correction);
@@ -358,7 +358,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const auto part_of = [&](const SequenceTile& tile) { return Part(tile, band_of(tile), consumer); };
   work.begin();
   Part part = part_of(work.tile);
-  float scores[kBlockKeys / 2], half_scores[kBlockKeys / 4];
+  float scores[kBlockKeys / 2];
+  auto& half_scores = reinterpret_cast<float(&)[kBlockKeys / 4]>(scores);
+  bool is_ahead = false;  // the part's first scores have been started beside the last product of the part before
   while (work.has_work()) {
     const SequenceTile tile = part.tile;
     const Band band = part.band;
@@ -373,15 +375,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     for (int r = 0; r < 2; ++r) rows.query[r] = query_of(tile, min(row + 8 * r, tile.queries - 1));
     rows.clear();
     int j = block.end_tile - 1;
-    if (!block.is_empty()) {
+    if (!is_ahead && !block.is_empty()) {
       query_ring.wait_full();
       const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
       for (; j >= own_end; --j) skip_tile();
-      if (kHalves) rows.is_half = own.end - j * kBlockKeys <= kBlockKeys / 2;
     }
     if (!own.is_empty()) {
+      if constexpr (kHalves) rows.is_half = part.ends_with_half(j);
       const auto begin = [&](auto& tile_scores, auto band_test) {
-        first_scores(tile_scores);
+        if (!is_ahead) first_scores(tile_scores);
         first_softmax(tile_scores, rows, band, band_test, j);
       };
       if (kHalves && rows.is_half) {
@@ -455,11 +457,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const auto look_ahead = [&] {
       work.next();
       part = part_of(work.tile);
+      is_ahead = kOverlapTiles && work.has_work() && part.begins_with_block();
     };
     if (!part.ends_with_block()) {
       if (!own.is_empty()) {
         value_ring.wait_full();
-        ptx::wgmma_fence();
         start_values(rows);
         finish_softmax();
         ptx::wgmma_wait_group<0>();
@@ -471,17 +473,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       for (; j >= block.begin_tile; --j) skip_tile();
       if (own.is_empty() && !block.is_empty()) query_ring.release_own();
       look_ahead();
+      is_ahead = false;
     } else {
       value_ring.wait_full();
-      ptx::wgmma_fence();
       start_values(rows);
       look_ahead();  // beside the product, and so is the end of the softmax
-      finish_softmax();
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_fence_registers(rows.output);
-      value_ring.release();
+      if (kOverlapTiles && is_ahead) {
+        query_ring.wait_full();
+        key_ring.wait_full();
+        turns.take();
+        ptx::wgmma_fence();
+        start_keys(scores);  // also where half would do: ptxas ends products one by one when it does not know their size
+        turns.pass();
+        finish_softmax();
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_fence_registers(rows.output);
+        value_ring.release();
+        store_output();
+        // Was waited for: a branch that keeps the wait below behind the stores.
+        key_ring.wait_full();
+        __syncwarp();
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_fence_registers(scores);
+        key_ring.release();
+      } else {
+        finish_softmax();
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_fence_registers(rows.output);
+        value_ring.release();
+      }
     }
-    store_output();
+    if (!kOverlapTiles || !is_ahead) store_output();
     if constexpr (kHides) {
       for_each_bad_row(to_repair, [&](int r, int lane_of_row) {
         const QueryRow<BiasElement> one = query_of(tile, __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r);
