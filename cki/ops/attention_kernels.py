@@ -8,7 +8,7 @@ from cki import dtypes
 from cki.device import sim_device
 from cki.dtypes import DType
 from cki.heuristics.attention_e4m3 import E4m3Tiles
-from cki.heuristics.attention_hopper import choose_hopper_tiles
+from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
 from cki.kernel import KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.attention import plan_attention
@@ -76,6 +76,8 @@ def representative_specs(arch: str) -> list[KernelSpec]:
                 causal=causal,
                 tiles=choose_hopper_tiles(4096, 4096, 64, dim, dim, causal, True, device),
             )
+        for dim, keys in ((64, 128), (128, 128), (256, 80)):
+            add(bf16, dim, causal=True, dropout=dropout, tiles=HopperTiles(2, keys, schedule="dynamic"))
         tiles = choose_hopper_tiles(4096, 4096, 64, 128, 128, True, False, device)
         every: dict[str, Any] = {"bias": bias, "mask": mask, "alibi_slopes": slopes, "tiles": tiles}
         add(f16, 128, window=(100, 20), softcap=30.0, **every)
