@@ -55,7 +55,6 @@ constexpr bool kOverlapTiles = kOverlap && !kVarlen;
 
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
-static_assert(!kDropout || !kLazy, "weights are dropped between the softmax and the packing");
 
 // A compile-time choice as an argument of a lambda.
 template <auto kChoice>
