@@ -68,14 +68,18 @@ def with_field(tiles: HopperTiles, text: str) -> HopperTiles:
 
 
 def candidates(shape: Shape, variants: Sequence[str] = ()) -> dict[str, HopperTiles]:
-    """Tiles by name, the heuristics' own choice first, then its variants: fields to change, joined by commas."""
+    """Tiles by name, the heuristics' own choice first, then its variants (fields to change, joined by commas) as far as
+    they fit an SM, or without variants all tuning candidates."""
     dim, device = padded(shape.dim), sim_device("sm_90a")  # the sizes of an H200
     chosen = choose_hopper_tiles(
         shape.tokens, shape.tokens, shape.batch * shape.heads, dim, dim, shape.causal, True, device
     )
     varied = [functools.reduce(with_field, text.split(","), chosen) for text in variants]
-    found = dict.fromkeys((chosen, *varied, *tuning_candidates(dim, dim, shape.causal, device)))
-    return {f"hopper {tiles}": tiles for tiles in found}
+    fitting = [
+        t for t in varied if t.shared_memory(dim, dim) * t.blocks_per_sm <= device.shared_memory_per_block
+    ]
+    others = fitting if variants else tuning_candidates(dim, dim, shape.causal, device)
+    return {f"hopper {tiles}": tiles for tiles in (chosen, *others)}
 
 
 def check_shape(shape: Shape) -> Shape:
@@ -254,7 +258,7 @@ def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False, variants: 
 
     only_chosen: the heuristics' choice alone, or with `variants` of it."""
     common.require_gpu()
-    count = 1 + len(variants) if only_chosen or variants else None
+    count = 1 if only_chosen and not variants else None
     kernels = {
         (text, dtype): [
             Kernel(text, dtype, name)
@@ -268,7 +272,7 @@ def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False, variants: 
     rows: list[dict[str, object]] = []
     for text, dtype in wanted:
         names = [kernel.name for kernel in kernels[text, dtype] if kernel.distinct in good]
-        rows += measure(text, dtype, names, variants, count is None)
+        rows += measure(text, dtype, names, variants, with_generic=not (only_chosen or variants))
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
             common.write_csv("attention_hopper", rows)
         print(f"measured {text} {dtype}", flush=True)
