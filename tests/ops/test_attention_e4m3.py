@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -249,6 +250,17 @@ def test_a_batch_alone_has_its_bits(device):
     both = check(device, (tensors, descales), SMALL, **options)
     alone = {n: t[:1] for n, t in tensors.items()}, {n: t[:1] for n, t in descales.items()}
     np.testing.assert_array_equal(check(device, alone, SMALL, **options)[0], both[0])
+
+
+def test_codes_become_f16_by_bits_where_there_is_no_instruction(device):
+    """Every pair of codes."""
+    results = [device.empty((1 << 16,), np.uint32) for _ in range(2)]
+    kernel = cki.load(Path(__file__).parents[1] / "kernels" / "e4m3_codes.cu", entry="e4m3_codes")
+    kernel(256, 256, *results)
+    device.synchronize()
+    expected = np.arange(1 << 16, dtype=np.uint16).view(E4M3).astype(np.float16)
+    for result in results:
+        np.testing.assert_array_equal(device.numpy(result).view(np.float16), expected)
 
 
 def plan(device: Any, shape: tuple[int, ...] = (2, 512, 8, 128), **options: Any) -> Any:
