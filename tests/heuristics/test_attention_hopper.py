@@ -116,7 +116,9 @@ def test_a_step_is_complete(schedule):
     step = steps[-1]
     assert len(step.args) == len(step.kernel.params)
     for letter, value in zip(step.kernel.params, step.args):
-        kinds = {"T": TensorMapArg, "P": (Operand, NullPointer), "q": int, "i": int, "f": float}[letter]
+        kinds = {"T": TensorMapArg, "P": (Operand, NullPointer), "q": int, "i": int, "I": int, "f": float}[
+            letter
+        ]
         assert isinstance(value, kinds), (letter, value)
     assert step.grid == ((8 * 4 * 2 if schedule == "single" else min(64, 132)), 1, 1)
     assert step.block == (384, 1, 1)
