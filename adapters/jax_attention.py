@@ -9,9 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from cki.adapter import type_name
-from cki.errors import InvalidArgumentError, InvalidTypeError
+from cki.adapters.renamed import renamed
+from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError
 
 _OPERATION = "dot_product_attention"
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "window": "local_window_size", "causal": "is_causal",
+    "return_lse": "return_residual",
+}  # fmt: skip
 
 
 def dot_product_attention(
@@ -57,10 +62,13 @@ def dot_product_attention(
         is_key = _before("key_value_seq_lengths", key_value_seq_lengths, key)[:, None, None, :]
         mask = is_key if mask is None else _both(_array("mask", mask), is_key)
     is_query = None if query_seq_lengths is None else _before("query_seq_lengths", query_seq_lengths, query)
-    results = operations.attention(
-        query, key, value, bias=bias, mask=mask, scale=scale, causal=is_causal, causal_alignment="top_left",
-        window=window, return_lse=return_residual,
-    )  # fmt: skip
+    try:
+        results = operations.attention(
+            query, key, value, bias=bias, mask=mask, scale=scale, causal=is_causal, causal_alignment="top_left",
+            window=window, return_lse=return_residual,
+        )  # fmt: skip
+    except CkiError as error:
+        raise renamed(error, _OPERATION, _NAMES) from None
     out, lse = results if return_residual else (results, None)
     if is_query is not None:
         out = jnp.where(is_query[:, :, None, None], out, jnp.zeros((), out.dtype))

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
-from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from cki.adapters.renamed import renamed
+from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.ops.attention import attention
 
+_OPERATION = "scaled_dot_product_attention"
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "mask": "attn_mask"}
 _MASK_TYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -48,9 +51,12 @@ def scaled_dot_product_attention(
             attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, len(batch) - 1)
         mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     q, k, v = (_one_batch_axis(tensor).transpose(1, 2) for tensor in (query, key, value))
-    out = attention(
-        q, k, v, causal=is_causal, causal_alignment="top_left", scale=scale, bias=bias, mask=mask
-    ).transpose(1, 2)
+    try:
+        out = attention(
+            q, k, v, causal=is_causal, causal_alignment="top_left", scale=scale, bias=bias, mask=mask
+        ).transpose(1, 2)
+    except CkiError as error:
+        raise renamed(error, _OPERATION, _NAMES) from None
     return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
 
 
@@ -72,22 +78,21 @@ def _check(
     dropout_p: float, is_causal: bool, enable_gqa: bool,
 ) -> None:  # fmt: skip
     """The rules that `cki.attention` does not know."""
-    operation = "scaled_dot_product_attention"
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
     if attn_mask is not None:
         tensors["attn_mask"] = attn_mask
     wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
     if wrong:
-        raise InvalidTypeError(f"{operation}: {', '.join(wrong)} must be of torch", hint="tensors of torch")
+        raise InvalidTypeError(f"{_OPERATION}: {', '.join(wrong)} must be of torch", hint="tensors of torch")
     if not isinstance(dropout_p, (int, float)) or dropout_p != 0.0:
-        raise UnsupportedError(f"{operation}: dropout_p is {dropout_p}", hint="dropout_p=0.0 (inference)")
+        raise UnsupportedError(f"{_OPERATION}: dropout_p is {dropout_p}", hint="dropout_p=0.0 (inference)")
     if not isinstance(enable_gqa, bool):
         raise InvalidTypeError(
-            f"{operation}: enable_gqa is {enable_gqa!r}", hint="enable_gqa of True or False"
+            f"{_OPERATION}: enable_gqa is {enable_gqa!r}", hint="enable_gqa of True or False"
         )
     if attn_mask is not None and attn_mask.dtype not in _MASK_TYPES:
         raise InvalidTypeError(
-            f"{operation}: attn_mask is {attn_mask.dtype}", hint="attn_mask of bool, f32, f16 or bf16"
+            f"{_OPERATION}: attn_mask is {attn_mask.dtype}", hint="attn_mask of bool, f32, f16 or bf16"
         )
     problems = []
     if attn_mask is not None and is_causal:
@@ -110,4 +115,4 @@ def _check(
                 f"attn_mask has shape {tuple(attn_mask.shape)}, which does not broadcast to {full}"
             )
     if problems:
-        raise InvalidArgumentError(f"{operation}: invalid arguments", problems)
+        raise InvalidArgumentError(f"{_OPERATION}: invalid arguments", problems)

@@ -124,7 +124,12 @@ def test_refusals():
         scaled_dot_product_attention(q[0, 0], q, q)
     with pytest.raises(InvalidTypeError, match="value must be of torch"):
         scaled_dot_product_attention(q, q, q.numpy())
-    with cki.device("sim"), pytest.raises(InvalidTypeError, match="q requires grad"):
+    with (
+        cki.device("sim"),
+        pytest.raises(
+            InvalidTypeError, match="^scaled_dot_product_attention: unusable tensors\n  - query requires grad"
+        ),
+    ):
         scaled_dot_product_attention(q.requires_grad_(), q, q)
 
 
@@ -137,6 +142,9 @@ def test_refusals():
         ({"attn_mask": torch.ones(5, 7)}, InvalidArgumentError, "(5, 7), which does not broadcast to (2, 3, 4, 6, 7)"),
         ({"attn_mask": torch.ones(5, 1, 6, 7)}, InvalidArgumentError, "(5, 1, 6, 7), which does not broadcast to"),
         ({"attn_mask": torch.ones(1, 2, 3, 4, 6, 7)}, InvalidArgumentError, "(1, 2, 3, 4, 6, 7), which does not"),
+        ({"key": normal(2, 3, 4, 7, 24)}, InvalidArgumentError, "query has head_dim 16, key has head_dim 24\n  hint: query"),
+        ({"value": normal(2, 3, 4, 8, 16)}, InvalidArgumentError, "key has 7 keys, value has 8"),
+        ({"value": normal(2, 3, 4, 7, 16).half()}, InvalidTypeError, "value has dtype f16"),
         # As many sequences, in another order: they must not be taken for each other's.
         ({"key": normal(3, 2, 4, 7, 16)}, InvalidArgumentError, "batch axes (2, 3), (3, 2) and (2, 3), not alike"),
         ({"value": normal(6, 1, 4, 7, 16)}, InvalidArgumentError, "batch axes (2, 3), (2, 3) and (6, 1), not alike"),
