@@ -142,7 +142,7 @@ def test_refusals():
         ({"attn_mask": torch.ones(5, 7)}, InvalidArgumentError, "(5, 7), which does not broadcast to (2, 3, 4, 6, 7)"),
         ({"attn_mask": torch.ones(5, 1, 6, 7)}, InvalidArgumentError, "(5, 1, 6, 7), which does not broadcast to"),
         ({"attn_mask": torch.ones(1, 2, 3, 4, 6, 7)}, InvalidArgumentError, "(1, 2, 3, 4, 6, 7), which does not"),
-        ({"key": normal(2, 3, 4, 7, 24)}, InvalidArgumentError, "query has head_dim 16, key has head_dim 24\n  hint: query"),
+        ({"key": normal(2, 3, 4, 7, 24)}, InvalidArgumentError, "query has head_dim 16, key has head_dim 24\n  hint"),
         ({"value": normal(2, 3, 4, 8, 16)}, InvalidArgumentError, "key has 7 keys, value has 8"),
         ({"value": normal(2, 3, 4, 7, 16).half()}, InvalidTypeError, "value has dtype f16"),
         # As many sequences, in another order: they must not be taken for each other's.
