@@ -6,7 +6,8 @@
 Codes and descales are of normal numbers, a head's largest at 448, as a quantiser gives them; the quantisation is in no
 time, the launch that turns the values is in ours (`turning alone` is that launch by itself).  Every e4m3 call of ours
 is compared with float64 over the codes first: `error_share` is its error over what the tests allow, and above 1 ends
-the program where it is the chosen kernel.  All are replayed in turn.  `vs_bf16`: our bf16 time over the row's.  Writes results/attention_fp8.csv.
+the program where it is the chosen kernel.  All are replayed in turn.  `vs_bf16`: our bf16 time over the row's.
+Writes results/attention_fp8.csv.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attention
@@ -26,10 +28,13 @@ import numpy as np
 from attention import Shape
 
 import cki
+from cki import cache, dtypes
 from cki.device import sim_device
 from cki.heuristics.attention_e4m3 import E4m3Tiles, choose_e4m3_tiles
+from cki.kernel import KernelSpec
+from cki.operand import dense
 from cki.ops.attention import ATTENTION, plan_attention
-from cki.ops.attention_e4m3 import descales_of, values_workspace
+from cki.ops.attention_e4m3 import Descales, descales_of, values_workspace
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.call import call
 from cki.ops.spec import OpSpec
@@ -174,6 +179,25 @@ def with_fields(tiles: E4m3Tiles, text: str) -> E4m3Tiles:
     return dataclasses.replace(tiles, **{name: ast.literal_eval(value) for name, value in pairs})
 
 
+def compile_ahead(shapes: Sequence[Shape], variants: Sequence[str]) -> None:
+    """Fills the cache with the kernels, several at a time."""
+    kernels: dict[KernelSpec, None] = {}
+    for shape in shapes:
+        size, device = (shape.batch, shape.tokens, shape.heads, shape.dim), sim_device("sm_90a")
+        q, k, v = (dense(name, size, dtypes.e4m3) for name in "qkv")
+        out, descale = dense("out", size, dtypes.bf16), dense("descale", (shape.heads,), dtypes.f32)
+        for tiles in (chosen_tiles(shape), *(with_fields(chosen_tiles(shape), text) for text in variants)):
+            steps = plan_attention(
+                q, k, v, out, device=device, tiles=tiles, causal=shape.causal, descales=Descales(descale, descale, descale)
+            )  # fmt: skip
+            kernels |= {step.kernel: None for step in steps}
+        for step in plan_attention(*(dense(n, size, dtypes.bf16) for n in ("q", "k", "v", "out")), device=device,
+                                   causal=shape.causal):  # fmt: skip
+            kernels[step.kernel] = None
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda kernel: cache.get(kernel, "sm_90a"), kernels))
+
+
 def measure(shape: Shape, variants: Sequence[str], rounds: int, shift: float) -> list[dict[str, object]]:
     """Rows of one shape."""
     tiles = chosen_tiles(shape)
@@ -220,17 +244,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variant", action="append", default=[], metavar="FIELD=VALUE[,...]")
     options = parser.parse_args(argv)
     common.require_gpu()
+    shapes = [
+        Shape(16384 // n, n, 2048 // dim, dim, causal, "bf16")
+        for dim in options.dims
+        for causal in (False, True)
+        for n in options.tokens
+    ]
+    compile_ahead(shapes, options.variant)
     rows: list[dict[str, object]] = []
-    for dim in options.dims:
-        for causal in (False, True):
-            for n in options.tokens:
-                shape = Shape(16384 // n, n, 2048 // dim, dim, causal, "bf16")
-                found = measure(shape, options.variant, options.rounds, options.shift)
-                rows += found
-                line = ", ".join(
-                    f"{row['implementation']} {row['median_us']} ({row['error_share']})" for row in found
-                )
-                print(f"{shape}: {line}", flush=True)
+    for shape in shapes:
+        found = measure(shape, options.variant, options.rounds, options.shift)
+        rows += found
+        line = ", ".join(
+            f"{row['implementation']} {row['median_us']} ({row['error_share']})" for row in found
+        )
+        print(f"{shape}: {line}", flush=True)
     common.write_csv("attention_fp8", rows)
     print("\n".join(summary(rows)))
 
