@@ -186,10 +186,11 @@ def compile_ahead(shapes: Sequence[Shape], variants: Sequence[str]) -> None:
         size, device = (shape.batch, shape.tokens, shape.heads, shape.dim), sim_device("sm_90a")
         q, k, v = (dense(name, size, dtypes.e4m3) for name in "qkv")
         out, descale = dense("out", size, dtypes.bf16), dense("descale", (shape.heads,), dtypes.f32)
+        descales = Descales(descale, descale, descale)
         for tiles in (chosen_tiles(shape), *(with_fields(chosen_tiles(shape), text) for text in variants)):
             steps = plan_attention(
-                q, k, v, out, device=device, tiles=tiles, causal=shape.causal, descales=Descales(descale, descale, descale)
-            )  # fmt: skip
+                q, k, v, out, device=device, tiles=tiles, causal=shape.causal, descales=descales
+            )
             kernels |= {step.kernel: None for step in steps}
         for step in plan_attention(*(dense(n, size, dtypes.bf16) for n in ("q", "k", "v", "out")), device=device,
                                    causal=shape.causal):  # fmt: skip
