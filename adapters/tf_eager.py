@@ -25,7 +25,7 @@ from cki.adapters.tf_ops import node, op_name, register, results_of
 from cki.adapters.tf_types import FROM_TF, HOST_KEPT, TO_CODE, EagerTensor, as_tensor_or_variable
 from cki.device import _current, current
 from cki.generated import define
-from cki.ops.call import RECENT_LIMIT
+from cki.ops.call import RECENT_LIMIT, attribute_kinds
 from cki.ops.spec import OpSpec
 from cki.ops.steady import SteadyCall, attribute_tests
 
@@ -63,7 +63,7 @@ def run(spec: OpSpec, inputs: Sequence[Any], attributes: tuple[Any, ...], recomp
     wanted = "CPU" if choice.kind == "sim" else "GPU"
     place = ""
     tensors, shapes = [], []
-    key: list[Any] = [id(spec), id(choice), recompute_gradient, attributes]
+    key: list[Any] = [id(spec), id(choice), recompute_gradient, attributes, attribute_kinds(attributes)]
     for tensor in inputs:
         if tensor is None:
             key.append(None)

@@ -30,6 +30,7 @@ from cki.errors import CkiError
 from cki.launch import prepare
 from cki.operand import dense
 from cki.ops.bind import attribute_values, bind
+from cki.ops.call import attribute_kinds
 from cki.ops.spec import OpSpec, OutputSpec, Problem
 from cki.tensor import DeviceId, TensorView, contiguous_strides
 
@@ -93,7 +94,7 @@ class XlaCall:
             hash(self.attributes)
         except TypeError:
             return _checked.__wrapped__(self)
-        return _checked(self)
+        return _checked(self, attribute_kinds(self.attributes))
 
     def outputs(self) -> tuple[tuple[str, OutputSpec], ...]:
         """Names, shapes and dtypes of the outputs of a call that was checked; no device is needed."""
@@ -119,7 +120,8 @@ def _problem(call: XlaCall) -> Problem:
 
 
 @functools.lru_cache(maxsize=_LIMIT)
-def _checked(call: XlaCall) -> XlaCall:
+def _checked(call: XlaCall, kinds: tuple[type, ...] = ()) -> XlaCall:
+    """kinds: of the attributes, which calls that are equal may have of other types."""
     problem = _problem(call)
     call.spec.check(problem)
     if problem.violations:

@@ -116,7 +116,7 @@ def _frozen(attributes: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(tuple(value) if value.__class__ is list else value for value in attributes)
 
 
-def _kinds(attributes: tuple[Any, ...]) -> tuple[type, ...]:
+def attribute_kinds(attributes: tuple[Any, ...]) -> tuple[type, ...]:
     """The types of a call's attributes.  Python takes True, 1 and 1.0 for equal; the rules of an attribute do not."""
     found = (*map(type, attributes),)
     if tuple in found:
@@ -143,7 +143,7 @@ def find_entry(
     """The remembered problem, or a new one, and the addresses of the tensors that are not None."""
     pointers: list[int] = []
     frozen = _frozen(attributes)
-    key: list[Any] = [id(spec), _current.get(), adapter, frozen, _kinds(frozen)]
+    key: list[Any] = [id(spec), _current.get(), adapter, frozen, attribute_kinds(frozen)]
     signature = adapter.signature
     first = type(tensors[0])
     for tensor in tensors:

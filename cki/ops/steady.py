@@ -44,9 +44,7 @@ def steady_call(
     tensors = [f"t{index}" for index in range(recognition.count)]
     body = [f"{_listed(f'a{index}' for index in range(len(attributes)))} = attributes"] if attributes else []
     body.append(f"if not ({' and '.join([*tests, 'chosen() is choice'])}): return None")
-    unpacked = [f"{_listed(tensors[:num_inputs])} = inputs"]
-    if recognition.count > num_inputs:
-        unpacked.append(f"{_listed(tensors[num_inputs:])} = outs")
+    unpacked = [f"({_listed(tensors[:num_inputs])}) = inputs", f"({_listed(tensors[num_inputs:])}) = outs"]
     body += [*recognition.lines(unpacked), "if not known: return None"]
     body += _overlap_tests(entry, recognition.pointers, names)
     run = f"return run([{', '.join(recognition.pointers)}], (t0,), outs, None)"
