@@ -16,6 +16,7 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_memory import DeviceTensors
+from cki.engine.quantized import BLOCK, QuantizedWeight, quantize_blocks, scales_shape
 from cki.engine.rope import cos_sin_table
 from cki.memory.views import CacheTensor
 from cki.tensor import TensorView
@@ -68,6 +69,23 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+#: Matrices of a layer that may be e4m3 codes; the scales of their blocks are the role with ".scales" behind.
+_CODED = ("wqkv", "wo", "wgu", "wd")
+
+
+def weight_specs(
+    config: ModelConfig, dtype: DType, *, fp8: bool = False
+) -> dict[str, tuple[tuple[int, ...], DType]]:
+    """Role -> shape and element type of everything that weights are on the device.  fp8: see `DeviceWeights`."""
+    specs: dict[str, tuple[tuple[int, ...], DType]] = {}
+    for role, shape in weight_shapes(config).items():
+        coded = fp8 and role.rpartition(".")[2] in _CODED
+        specs[role] = shape, dtypes.e4m3 if coded else dtype
+        if coded:
+            specs[f"{role}.scales"] = scales_shape(shape), dtypes.f32
+    return specs
+
+
 def source_names(role: str) -> tuple[str, ...]:
     """Hugging Face's names of the weights that a role is made of, in the order of its rows."""
     if role == "head":
@@ -91,6 +109,7 @@ class ModelWeights(Protocol):
     dtype: DType
     nbytes: int
     positions: int
+    fp8: bool
 
     def items(self) -> Sequence[tuple[str, HasView]]:
         """Roles and tensors: those of `weight_shapes`, and "cos_sin" where rotation needs a table."""
@@ -101,7 +120,8 @@ class DeviceWeights:
 
     weights: Hugging Face's names to NumPy arrays, read one after the other and not kept; or a function of role and
     tensor that fills the tensor (weights that never were on the host).  positions: as many as the table of cosines and
-    sines has, where the model needs one (role "cos_sin").
+    sines has, where the model needs one (role "cos_sin").  fp8: layers' matrices become e4m3 codes with scales of
+    128 x 128 blocks; codes that a file has are taken as they are where its matrices' rows are whole blocks.
     """
 
     def __init__(
@@ -111,31 +131,54 @@ class DeviceWeights:
         dtype: DType,
         device: DeviceInfo,
         positions: int,
+        *,
+        fp8: bool = False,
     ) -> None:
-        self.dtype, self.positions = dtype, positions
+        self.dtype, self.positions, self.fp8 = dtype, positions, fp8
         shapes = weight_shapes(config)
         table = cos_sin_table(config, positions)
-        specs: list[tuple[str, tuple[int, ...], DType]] = [
-            (role, shape, dtype) for role, shape in shapes.items()
-        ]
+        coded = weight_specs(config, dtype, fp8=fp8)
+        specs = [(role, *spec) for role, spec in coded.items()]
         if table is not None:
             specs.append(("cos_sin", table.shape, dtypes.f32))
         self._tensors = DeviceTensors(device, specs)
         self.nbytes = self._tensors.nbytes
-        for role, shape in shapes.items():
-            if callable(weights):
+        if callable(weights):
+            for role in coded:
                 weights(role, self._tensors[role])
-                continue
-            first = 0
-            for name in source_names(role):
-                part = weights[name]
-                self._tensors.write(role, part, first=first)
-                first += part.size
-            assert first == np.prod(shape), role
+        else:
+            for role in shapes:
+                self._place(role, weights, coded=f"{role}.scales" in coded)
         if table is not None:
             self._tensors.write("cos_sin", table)
         self._tensors.finish()
 
+    def _place(self, role: str, weights: Mapping[str, np.ndarray], *, coded: bool) -> None:
+        names = source_names(role)
+        if coded:
+            quantized = _quantized(weights, names)
+            self._tensors.write(role, quantized.codes)
+            self._tensors.write(f"{role}.scales", quantized.scales)
+            return
+        first = 0
+        for name in names:
+            part = weights[name]
+            self._tensors.write(role, part, first=first)
+            first += part.size
+        assert first == self._tensors[role].view.size, role
+
     def items(self) -> Sequence[tuple[str, HasView]]:
         """Roles and tensors."""
         return self._tensors.items()
+
+
+def _quantized(weights: Mapping[str, np.ndarray], names: Sequence[str]) -> QuantizedWeight:
+    """Codes and scales of matrices one below the other: those given, if the blocks of each begin where one ends."""
+    stored = getattr(weights, "quantized", None)
+    found = [stored(name) if stored else None for name in names]
+    given = [part for part in found if part is not None and (len(part.codes) % BLOCK == 0 or len(names) == 1)]
+    if len(given) == len(names):
+        return QuantizedWeight(
+            np.concatenate([part.codes for part in given]), np.concatenate([part.scales for part in given])
+        )
+    return quantize_blocks(np.concatenate([np.asarray(weights[name], np.float32) for name in names]))

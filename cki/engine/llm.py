@@ -91,6 +91,8 @@ class LLM:
     max_step_tokens: new tokens of one prefill step: the part of a long prompt that other requests wait for.
     cache_nbytes: memory for keys and values; None takes most of what is free on a GPU.
     graphs: replay decode steps as CUDA graphs.
+    quantize: "fp8" keeps the layers' matrices as e4m3 codes with a scale for each block of 128 x 128, the file's or
+        quantised on load: half of the bytes that a decode step reads.
 
     default_params: of requests that name none: what the model's generation_config.json recommends, else greedy;
         `dataclasses.replace(llm.default_params, max_tokens=500)` changes one of them.
@@ -102,10 +104,10 @@ class LLM:
     def __init__(
         self, model: str | os.PathLike[str], *, dtype: str | None = None, device: str | None = None,
         max_length: int | None = None, max_sequences: int = 64, max_step_tokens: int = 2048, block_size: int = 16,
-        cache_nbytes: int | None = None, graphs: bool = True,
+        cache_nbytes: int | None = None, graphs: bool = True, quantize: str | None = None,
     ) -> None:  # fmt: skip
         options = EngineOptions(
-            dtype, device, max_length, max_sequences, max_step_tokens, block_size, cache_nbytes, graphs
+            dtype, device, max_length, max_sequences, max_step_tokens, block_size, cache_nbytes, graphs, quantize
         )  # fmt: skip
         files = open_model(model)
         try:
@@ -136,7 +138,7 @@ class LLM:
             (for the simulated device: on the CPU).  Its Q, K and V, and gate and up, become views of one tensor each;
             it computes what it did.  Weights written into it in place are used; parameters given other memory are not.
         tokenizer: of transformers, or this package's; without one prompts are token ids.
-        options: those of the class but dtype and device, which the weights decide.
+        options: those of the class but dtype and device, which the weights decide, and quantize.
         """
         from cki.engine.torch_weights import TorchWeights, torch_device
 
@@ -146,6 +148,10 @@ class LLM:
         config = with_ends(config, stated.get("eos_token_id"))
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_huggingface(tokenizer)
+        if options.get("quantize") is not None:
+            raise InvalidArgumentError(
+                "quantize with weights that torch shares", hint="LLM of the model's files"
+            )
         llm = cls.__new__(cls)
         llm.default_params = SamplingParams.recommended(stated)
         chosen = EngineOptions(device=torch_device(model), **options)
@@ -298,5 +304,10 @@ def _placing(
 ) -> Callable[[DeviceInfo, int], ModelWeights]:
     """What copies weights to the device."""
     return lambda device, positions: DeviceWeights(
-        config, weights, options.element_type(config, device), device, positions
+        config,
+        weights,
+        options.element_type(config, device),
+        device,
+        positions,
+        fp8=options.quantize is not None,
     )

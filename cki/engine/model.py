@@ -129,18 +129,15 @@ class DecoderModel:
         self.weights = weights
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
-            config,
-            self.dtype,
-            CacheGeometry(1, block_size, columns),
-            weights.positions,
-            limits.max_sequences,
-        )
+            config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences,
+            fused, merge_inside, weights.fp8,
+        )  # fmt: skip
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()
         self.cache = self._make_cache(block_size, columns, cache_nbytes)
         self.limits = limits._replace(max_length=min(limits.max_length, self.cache.num_blocks * block_size))
         geometry = CacheGeometry(self.cache.num_blocks, block_size, columns)
-        self._planner = replace(self._planner, cache=geometry, fused=fused, merge_inside=merge_inside)
+        self._planner = replace(self._planner, cache=geometry)
         self._workspace = Workspace(device)
         self._programs: dict[StepShape, StepProgram] = {}
         self._readbacks: dict[tuple[bool, bool, bool], Readback] = {}

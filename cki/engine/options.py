@@ -28,6 +28,7 @@ class EngineOptions:
     block_size: int = 16
     cache_nbytes: int | None = None
     graphs: bool = True
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         names = ("max_length", "max_sequences", "max_step_tokens", "block_size", "cache_nbytes")
@@ -41,6 +42,8 @@ class EngineOptions:
         ]
         if self.dtype is not None and self.dtype not in _DTYPES:
             problems.append(f"dtype is {self.dtype!r}, not one of {', '.join(_DTYPES)}, or None")
+        if self.quantize not in (None, "fp8"):
+            problems.append(f"quantize is {self.quantize!r}, neither 'fp8' nor None")
         if not isinstance(self.graphs, bool):
             problems.append(f"graphs is {self.graphs!r}, not a bool")
         if problems:
@@ -70,4 +73,9 @@ class EngineOptions:
     def element_type(self, config: ModelConfig, device: DeviceInfo) -> DType:
         """Of weights, activations and cache: the model's own, on the simulated device f16 for bf16 too."""
         chosen = "f16" if device.kind == "sim" and config.dtype != "f32" else config.dtype
-        return dtypes.from_name(self.dtype or chosen)
+        dtype = dtypes.from_name(self.dtype or chosen)
+        if self.quantize and dtype == dtypes.f32:
+            raise InvalidArgumentError(
+                "quantize='fp8' with activations of f32", hint="dtype='bf16' or dtype='f16'"
+            )
+        return dtype

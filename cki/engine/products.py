@@ -1,54 +1,171 @@
 """A decoder's products, with the norms before and the gates behind them: the launches that compute each.
 
-For few tokens they may be one launch (`cki.ops.linear_decode`), else `rms_norm`, `linear`, `gated_linear`.
+tokens       weights of the model's type                     e4m3 codes with scales of 128 x 128 blocks
+few          linear_decode, where a step is `fused`          linear_decode: W8A16
+more         rms_norm, linear, gated_linear                  linear_fp8 on rows quantised by 128s: W8A8 (sm_90a);
+                                                             elsewhere linear_decode, 16 tokens after the other
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cki import dtypes
 from cki.device import DeviceInfo
-from cki.operand import Operand
+from cki.errors import UnsupportedError
+from cki.heuristics.linear_decode import MAX_TOKENS
+from cki.operand import Operand, dense
 from cki.ops.gated_linear import plan_gated_linear
 from cki.ops.linear import plan_linear
 from cki.ops.linear_decode import Norm, decode_obstacles, plan_linear_decode
+from cki.ops.linear_fp8 import plan_linear_fp8
 from cki.ops.norm import plan_rms_norm
+from cki.ops.norm_quantize import plan_norm_quantize
+from cki.ops.pointwise import plan_gated_activation
+from cki.ops.pointwise_quantize import plan_quantize_fp8
 from cki.plan import Plan, Step
 
+_BLOCK = 128
+_PROJECTED = "projected"
+#: Architectures of `linear_fp8`.
+_W8A8 = ("sm_90a",)
 
-class Products(NamedTuple):
-    """How a step plans its products.
 
-    normed: memory for rows that a launch of its own normalises.  fused: one launch, where that can be.
+class Weight(NamedTuple):
+    """A matrix [rows, K].  scales: of its blocks, where it holds e4m3 codes."""
+
+    w: Operand
+    bias: Operand | None = None
+    scales: Operand | None = None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The rows that layers add to: x, and where `pending`, delta beside it, which the next norm adds to x first."""
+
+    x: Operand
+    delta: Operand | None = None
+    pending: bool = False
+
+
+@dataclass(frozen=True)
+class Products:
+    """Plans products of one step, over memory named "normed", and for codes "codes" and "code_scales".
+
+    fused: norms and gates go into products of few tokens, also of weights that are no codes.
     """
 
     device: DeviceInfo
-    normed: Operand
     fused: bool
 
-    def linear(
-        self, x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand,
-        norm: Norm | None = None,
-    ) -> tuple[Step, ...]:  # fmt: skip
-        """y = norm(x) @ w.T + bias + residual."""
-        if self.fused and not decode_obstacles(x, w, y, self.device, norm=norm):
-            return plan_linear_decode(x, w, bias, residual, y, self.device, norm=norm)
-        steps, x = self._normalised(x, norm)
-        return steps + plan_linear(x, w, bias, residual, y, self.device, weight_layout="out_in")
+    def project(self, stream: Stream, norm: Norm, weight: Weight, y: Operand) -> tuple[Step, ...]:
+        """y = norm(stream) @ w.T + bias."""
+        x = stream.x
+        if self._few(x, weight):
+            return self._in_parts(x, weight, y, norm=norm)
+        if weight.scales is not None:
+            codes = self._codes(x.shape)
+            return self._quantised(stream, norm, codes) + self._w8a8(codes, weight, y)
+        steps, normed = self._normalised(stream, norm)
+        return steps + plan_linear(
+            normed, weight.w, weight.bias, None, y, self.device, weight_layout="out_in"
+        )
 
-    def gated(
-        self, x: Operand, w: Operand, bias: Operand | None, y: Operand, norm: Norm, activation: str
-    ) -> Plan:
-        """y = activation(gate) * up, gate and up of norm(x)."""
-        if self.fused and not decode_obstacles(x, w, y, self.device, norm=norm, gated=True):
-            return Plan(plan_linear_decode(
-                x, w, bias, None, y, self.device, norm=norm, activation=activation, gated=True
-            ))  # fmt: skip
-        steps, x = self._normalised(x, norm)
-        plan = plan_gated_linear(x, w, bias, y, self.device, activation=activation, weight_layout="out_in")
+    def gate(self, stream: Stream, norm: Norm, weight: Weight, y: Operand, activation: str) -> Plan:
+        """y = activation(gate) * up, [gate | up] = norm(stream) @ w.T + bias."""
+        x = stream.x
+        if self._few(x, weight):
+            return Plan(self._in_parts(x, weight, y, norm=norm, activation=activation, gated=True))
+        if weight.scales is not None:
+            projected = dense(_PROJECTED, (y.shape[0], 2 * y.shape[1]), y.dtype)
+            steps = self.project(stream, norm, weight, projected)
+            steps += plan_gated_activation(projected, None, y, self.device, activation=activation)
+            return Plan(steps, ((_PROJECTED, projected.size * y.dtype.itemsize),))
+        steps, normed = self._normalised(stream, norm)
+        plan = plan_gated_linear(
+            normed, weight.w, weight.bias, y, self.device, activation=activation, weight_layout="out_in"
+        )
         return Plan(steps + plan.steps, plan.workspace)
 
-    def _normalised(self, x: Operand, norm: Norm | None) -> tuple[tuple[Step, ...], Operand]:
-        if norm is None:
-            return (), x
-        return plan_rms_norm(x, norm.gamma, self.normed, self.device, eps=norm.eps), self.normed
+    def add(self, stream: Stream, z: Operand, weight: Weight) -> tuple[tuple[Step, ...], Stream]:
+        """stream += z @ w.T + bias: the launches, and the stream behind them."""
+        x = stream.x
+        if self._few(z, weight):
+            return self._in_parts(z, weight, x, residual=x), stream
+        if weight.scales is not None:
+            codes, scales = self._codes(z.shape)
+            steps = plan_quantize_fp8(z, codes, scales, self.device, granularity="block128")
+            assert stream.delta is not None
+            assert not stream.pending
+            return steps + self._w8a8((codes, scales), weight, stream.delta), replace(stream, pending=True)
+        return plan_linear(z, weight.w, weight.bias, x, x, self.device, weight_layout="out_in"), stream
+
+    def _few(self, x: Operand, weight: Weight) -> bool:
+        """Whether `linear_decode` computes a product."""
+        if weight.scales is not None:
+            return x.shape[0] <= MAX_TOKENS or self.device.arch not in _W8A8
+        y = dense("y", (x.shape[0], weight.w.shape[0]), x.dtype)
+        return self.fused and not decode_obstacles(x, weight.w, y, self.device)
+
+    def _in_parts(
+        self, x: Operand, weight: Weight, y: Operand, *, norm: Norm | None = None, residual: Operand | None = None,
+        activation: str | None = None, gated: bool = False,
+    ) -> tuple[Step, ...]:  # fmt: skip
+        """By `linear_decode`, as many tokens a launch as it takes."""
+        for size in (min(x.shape[0], MAX_TOKENS), 8, 4, 2, 1):
+            first = _rows(x, 0, min(size, x.shape[0])), _rows(y, 0, min(size, x.shape[0]))
+            obstacles = decode_obstacles(
+                first[0], weight.w, first[1], self.device, norm=norm, gated=gated, scales=weight.scales
+            )
+            if not obstacles:
+                break
+        steps: tuple[Step, ...] = ()
+        for start in range(0, x.shape[0], size):
+            count = min(size, x.shape[0] - start)
+            steps += plan_linear_decode(
+                _rows(x, start, count), weight.w, weight.bias, residual and _rows(residual, start, count),
+                _rows(y, start, count), self.device, norm=norm, activation=activation, gated=gated,
+                scales=weight.scales,
+            )  # fmt: skip
+        return steps
+
+    def _normalised(self, stream: Stream, norm: Norm) -> tuple[tuple[Step, ...], Operand]:
+        x, delta = stream.x, stream.delta
+        normed = dense("normed", x.shape, x.dtype)
+        if stream.pending:
+            assert delta is not None
+            return plan_rms_norm(
+                delta, norm.gamma, normed, self.device, residual=x, residual_out=x, eps=norm.eps
+            ), normed
+        return plan_rms_norm(x, norm.gamma, normed, self.device, eps=norm.eps), normed
+
+    def _codes(self, shape: tuple[int, ...]) -> tuple[Operand, Operand]:
+        """Memory for rows as e4m3, and for their scales."""
+        rows, width = shape
+        return dense("codes", shape, dtypes.e4m3), dense(
+            "code_scales", (rows, -(-width // _BLOCK)), dtypes.f32
+        )
+
+    def _quantised(self, stream: Stream, norm: Norm, codes: tuple[Operand, Operand]) -> tuple[Step, ...]:
+        x, delta = stream.x, stream.delta
+        added = x if stream.pending else None
+        source = delta if stream.pending and delta is not None else x
+        try:
+            return plan_norm_quantize(
+                source, (norm.gamma, None), *codes, self.device, centred=False, granularity="block128",
+                eps=norm.eps, residual=added, residual_out=added,
+            )  # fmt: skip
+        except UnsupportedError:  # rows that are no whole blocks
+            steps, normed = self._normalised(stream, norm)
+            return steps + plan_quantize_fp8(normed, *codes, self.device, granularity="block128")
+
+    def _w8a8(self, codes: tuple[Operand, Operand], weight: Weight, y: Operand) -> tuple[Step, ...]:
+        assert weight.scales is not None
+        return plan_linear_fp8(*codes, weight.w, weight.scales, weight.bias, y, self.device)
+
+
+def _rows(operand: Operand, first: int, count: int) -> Operand:
+    """Rows of a dense matrix."""
+    width = operand.shape[1]
+    return operand.view((count, width), (width, 1), first * width)

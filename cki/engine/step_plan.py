@@ -23,8 +23,8 @@ from cki import dtypes
 from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig
-from cki.engine.device_weights import weight_shapes
-from cki.engine.products import Products
+from cki.engine.device_weights import weight_specs
+from cki.engine.products import Products, Stream, Weight
 from cki.operand import Operand, dense
 from cki.ops.advance import plan_advance
 from cki.ops.attention import PackedSequences, plan_attention
@@ -80,7 +80,7 @@ class DecoderPlanner:
     dtype: of weights, activations, cache and logits.  positions: of the table of cosines and sines.  seen_rows:
     sequences whose tokens are remembered for the repetition penalty.  fused: decode steps of few sequences take norms
     and gates into their products (`cki.ops.linear_decode`), where those can.  merge_inside: their attention merges in
-    its own launch.
+    its own launch.  fp8: layers' matrices are e4m3 codes with scales.
     """
 
     config: ModelConfig
@@ -90,12 +90,20 @@ class DecoderPlanner:
     seen_rows: int
     fused: bool = False
     merge_inside: bool = False
+    fp8: bool = False
 
     def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
         c, t, n = self.config, shape.tokens, shape.sequences
         heads = c.num_heads * c.head_dim
+        widest = max(c.hidden_size, heads, c.intermediate_size)
+        of_codes = {
+            "delta": ((t, c.hidden_size), self.dtype), "last_delta": ((n, c.hidden_size), self.dtype),
+            "codes": ((t, widest), dtypes.e4m3),
+            "code_scales": ((t, -(-widest // 128)), dtypes.f32),
+        }  # fmt: skip
         return {
+            **(of_codes if self.fp8 else {}),
             "given": ((1,), dtypes.u32),
             "tokens": ((t,), dtypes.i32),
             "last_rows": ((n,), dtypes.i32),
@@ -123,33 +131,32 @@ class DecoderPlanner:
         A decode step takes those of the step before, and advances its tables, unless the host has `given` others.
         """
         buffer = {name: dense(name, *spec) for name, spec in self.buffers(shape).items()}
-        weight = {
-            role: dense(role, extents, self.dtype) for role, extents in weight_shapes(self.config).items()
-        }
-        x = buffer["x"]
+        specs = weight_specs(self.config, self.dtype, fp8=self.fp8)
+        weight = {role: dense(role, *spec) for role, spec in specs.items()}
         steps = self._advance(shape, buffer) if shape.decode else ()
-        steps += plan_embed_tokens(buffer["tokens"], weight["embed"], x, device)
+        steps += plan_embed_tokens(buffer["tokens"], weight["embed"], buffer["x"], device)
+        stream = Stream(buffer["x"], buffer.get("delta"))
+        products = Products(device, fused=self.fused and shape.decode)
         workspace: dict[str, int] = {}
-        # Layers differ in their tensors, and in whether they see a window: each kind is planned once.
-        planned: dict[bool, tuple[str, tuple[Step, ...]]] = {}
+        # Layers differ in their tensors, in whether they see a window, and in what the layer before has left to add:
+        # each kind is planned once.
+        planned: dict[tuple[bool, bool], tuple[str, tuple[Step, ...], Stream]] = {}
         for number, windowed in enumerate(self.config.window_layers):
             prefix = f"layers.{number}."
-            if windowed not in planned:
-                layer = _LayerPlanner(self, shape, device, prefix, windowed, weight, buffer, workspace)
-                planned[windowed] = prefix, layer.attention_block(x) + layer.feed_forward(x)
-            model_prefix, model_steps = planned[windowed]
+            kind = windowed, stream.pending
+            if kind not in planned:
+                layer = _LayerPlanner(
+                    self, shape, device, products, prefix, windowed, weight, buffer, workspace
+                )
+                planned[kind] = prefix, *layer.steps(stream)
+            model_prefix, model_steps, stream = planned[kind]
             steps += tuple(_with_slots(step, model_prefix, prefix) for step in model_steps)
-        last = x
         if not shape.decode:
-            last = buffer["last"]
-            steps += plan_embed_tokens(buffer["last_rows"], x, last, device)
-        products = Products(
-            device, dense("normed", last.shape, self.dtype), fused=self.fused and shape.decode
-        )
+            steps += self._last_rows(stream, buffer, device)
+            stream = replace(stream, x=buffer["last"], delta=buffer.get("last_delta"))
+        head = Weight(weight.get("head", weight["embed"]))
         norm = Norm(weight["final_norm"], self.config.rms_norm_eps)
-        steps += products.linear(
-            last, weight.get("head", weight["embed"]), None, None, buffer["logits"], norm
-        )
+        steps += products.project(stream, norm, head, buffer["logits"])
         steps += plan_sample_tokens(
             buffer["logits"], buffer["sampled"], buffer["logprobs"], device,
             top_tokens=buffer["top_tokens"], top_logprobs=buffer["top_logprobs"], seen=buffer["seen"],
@@ -157,6 +164,13 @@ class DecoderPlanner:
         )  # fmt: skip
         workspace |= dict(workspace_of(steps))
         return Plan(steps, tuple(workspace.items()))
+
+    def _last_rows(self, stream: Stream, buffer: dict[str, Operand], device: DeviceInfo) -> tuple[Step, ...]:
+        """The rows of prompts' last tokens."""
+        steps = plan_embed_tokens(buffer["last_rows"], stream.x, buffer["last"], device)
+        if stream.pending and stream.delta is not None:
+            steps += plan_embed_tokens(buffer["last_rows"], stream.delta, buffer["last_delta"], device)
+        return steps
 
     def _advance(self, shape: StepShape, buffer: dict[str, Operand]) -> tuple[Step, ...]:
         n = (shape.sequences,)
@@ -189,6 +203,7 @@ class _LayerPlanner:
     model: DecoderPlanner
     shape: StepShape
     device: DeviceInfo
+    products: Products
     prefix: str
     windowed: bool
     weight: dict[str, Operand]
@@ -198,28 +213,28 @@ class _LayerPlanner:
     def _weight(self, role: str) -> Operand | None:
         return self.weight.get(self.prefix + role)
 
-    def _given(self, role: str) -> Operand:
-        return self.weight[self.prefix + role]
+    def _matrix(self, role: str, bias: str) -> Weight:
+        return Weight(self.weight[self.prefix + role], self._weight(bias), self._weight(f"{role}.scales"))
 
     def _norm(self, role: str) -> Norm:
-        return Norm(self._given(role), self.model.config.rms_norm_eps)
+        return Norm(self.weight[self.prefix + role], self.model.config.rms_norm_eps)
 
-    @property
-    def _products(self) -> Products:
-        return Products(self.device, self.buffer["normed"], fused=self.model.fused and self.shape.decode)
+    def steps(self, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
+        """stream += attention(norm(stream)) wo, then += (activation(gate) * up) wd with gate and up of norm(stream)."""
+        qkv, attended, inner = (self.buffer[name] for name in ("qkv", "attended", "inner"))
+        products, activation = self.products, self.model.config.activation
+        steps = products.project(stream, self._norm("norm1"), self._matrix("wqkv", "bqkv"), qkv)
+        steps += self._attention(qkv, attended)
+        added, stream = products.add(replace(stream, pending=False), attended, self._matrix("wo", "bo"))
+        gated = products.gate(stream, self._norm("norm2"), self._matrix("wgu", "bgu"), inner, activation)
+        steps += added + self._planned(gated)
+        added, stream = products.add(replace(stream, pending=False), inner, self._matrix("wd", "bd"))
+        return steps + added, stream
 
     def _planned(self, plan: Plan) -> tuple[Step, ...]:
         for slot, nbytes in plan.workspace:
             self.workspace[slot] = max(nbytes, self.workspace.get(slot, 0))
         return plan.steps
-
-    def attention_block(self, x: Operand) -> tuple[Step, ...]:
-        """x += attention(norm(x)) wo."""
-        qkv, attended = self.buffer["qkv"], self.buffer["attended"]
-        products = self._products
-        steps = products.linear(x, self._given("wqkv"), self._weight("bqkv"), None, qkv, self._norm("norm1"))
-        steps += self._attention(qkv, attended)
-        return steps + products.linear(attended, self._given("wo"), self._weight("bo"), x, x)
 
     def _attention(self, qkv: Operand, attended: Operand) -> tuple[Step, ...]:
         c, shape = self.model.config, self.shape
@@ -265,16 +280,3 @@ class _LayerPlanner:
         if c.rope_scaling is None:
             return Rotation(c.head_dim, None, c.rope_theta)
         return Rotation(c.head_dim, dense("cos_sin", (self.model.positions, c.head_dim), dtypes.f32))
-
-    def feed_forward(self, x: Operand) -> tuple[Step, ...]:
-        """x += (activation(gate) * up) wd, gate and up of norm(x)."""
-        products, inner = self._products, self.buffer["inner"]
-        gated = products.gated(
-            x,
-            self._given("wgu"),
-            self._weight("bgu"),
-            inner,
-            self._norm("norm2"),
-            self.model.config.activation,
-        )
-        return self._planned(gated) + products.linear(inner, self._given("wd"), self._weight("bd"), x, x)

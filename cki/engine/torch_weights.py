@@ -48,6 +48,7 @@ class TorchWeights:
             raise InvalidTypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.positions = positions
+        self.fp8 = False
         self.dtype: DType = _checked(parameters, config, device)
         self._tensors: list[tuple[str, HasView]] = []
         self.nbytes = 0
