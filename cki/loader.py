@@ -133,14 +133,16 @@ class Kernel:
         if finish is not None:
             finish(handle)
 
-    def operation(self, rule: Rule) -> OwnOperation:
+    def operation(self, rule: Rule, *, importable_as: str | None = None) -> OwnOperation:
         """The kernel as an operation that allocates its outputs, and is part of programs that frameworks trace.
 
         rule: function of the inputs' shapes that returns a `cki.LaunchRule` (`cki.own_operation`).
+        importable_as: "package.module:name", where another process finds this operation: saved programs that call it
+            (a SavedModel, an XLA compilation cache) then run there.  None: they run in this process alone.
         """
         from cki.own_operation import OwnOperation
 
-        return OwnOperation(self.spec, self.parameters, rule)
+        return OwnOperation(self.spec, self.parameters, rule, importable_as)
 
     def _examine(
         self, args: Sequence[Any], choice: DeviceInfo | None, stream: int | None

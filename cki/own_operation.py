@@ -66,14 +66,26 @@ made: list[OpSpec] = []
 Rule = Callable[..., LaunchRule]
 
 
+@dataclass(frozen=True)
 class OwnSpec(OpSpec):
-    """The description of a user's operation: what frameworks make programs of, like those of the table."""
+    """The description of a user's operation: what frameworks make programs of, like those of the table.
+
+    importable_as: "package.module:name" of the operation, where it has one.
+    """
+
+    importable_as: str | None = None
 
 
 class OwnOperation:
     """A user's kernel that is called like one of CKI's operations.  Made by `Kernel.operation`."""
 
-    def __init__(self, kernel: KernelSpec, parameters: Sequence[Parameter], rule: Rule) -> None:
+    def __init__(
+        self,
+        kernel: KernelSpec,
+        parameters: Sequence[Parameter],
+        rule: Rule,
+        importable_as: str | None = None,
+    ) -> None:
         """Raises InvalidArgumentError when the parameters have no names, or no pointer is an input or an output."""
         if not callable(rule):
             raise InvalidTypeError(
@@ -88,12 +100,12 @@ class OwnOperation:
             problems.append("it has no pointer to const, which would be an input")
         if not self._outputs:
             problems.append("it has no other pointer, which would be an output")
+        hint = "named parameters, read from the declaration"
+        if importable_as is not None and not _is_importable(importable_as):
+            problems.append(f"importable_as is {importable_as!r}")
+            hint = 'importable_as="package.module:name" of a module that other processes can import'
         if problems:
-            raise InvalidArgumentError(
-                f"{kernel.entry} cannot be an operation",
-                problems,
-                "named parameters, read from the declaration",
-            )
+            raise InvalidArgumentError(f"{kernel.entry} cannot be an operation", problems, hint)
         self._numbers = [p for p in parameters if p.letter in NUMBERS]
         self.spec = OwnSpec(
             name=_unused_name(kernel.entry),
@@ -103,6 +115,7 @@ class OwnOperation:
             check=self._check,
             infer=self._infer,
             plan=self._plan,
+            importable_as=importable_as,
         )
         self.__name__ = self.spec.name
         self.__signature__ = self._signature()
@@ -241,6 +254,13 @@ def _unused_name(entry: str) -> str:
     taken = {*public_specs(), *(spec.name for spec in made)}
     names = itertools.chain([entry], (f"{entry}_{number}" for number in itertools.count(2)))
     return next(name for name in names if name not in taken)
+
+
+def _is_importable(given: Any) -> bool:
+    if not isinstance(given, str):
+        return False
+    module, _, name = given.partition(":")
+    return name.isidentifier() and module != "__main__" and all(map(str.isidentifier, module.split(".")))
 
 
 def _dtype(given: DType | str) -> DType:

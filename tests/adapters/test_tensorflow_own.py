@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
 
 import cki  # noqa: E402
+from cki.adapters import known_operations  # noqa: E402
 from cki.errors import InvalidArgumentError, UnsupportedError  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
@@ -18,6 +25,7 @@ extern "C" __global__ void scale(const float* x, float* y, float factor, int n) 
   if (i < n) y[i] = factor * x[i];
 }
 """
+ROOT = Path(__file__).resolve().parents[2]
 X = np.arange(600, dtype=np.float32).reshape(3, 200)
 
 
@@ -76,6 +84,61 @@ def test_a_saved_model_with_one_says_that_it_stays_here(scale, tmp_path):
     from cki.adapters import known_operations
 
     with pytest.raises(
-        cki.CkiError, match="CKI has no operation 'scale' here: .* in the process that traced it"
+        cki.CkiError,
+        match="CKI has no operation 'scale' here: .* in the process that traced it, unless .*importable_as",
     ):
         known_operations.find("scale@0")
+
+
+MODULE = """
+import cki
+
+SCALE = {source!r}
+
+
+def rule(x, *, factor):
+    return cki.LaunchRule({{"y": (x.shape, x.dtype)}}, grid=-(-x.size // 256), block=256, numbers={{"n": x.size}})
+
+
+scale = cki.load(SCALE).operation(rule, importable_as="own_kernels:scale")
+elsewhere = cki.load(SCALE).operation(rule, importable_as="own_kernels:scale")
+"""
+LOADS = """
+import sys
+import tensorflow as tf
+import cki
+
+call = tf.saved_model.load(sys.argv[1]).call
+assert "own_kernels" not in sys.modules
+print(call(tf.constant([[2.0] * 200])).numpy().sum())
+"""
+
+
+def test_a_saved_model_finds_an_importable_kernel_in_another_process(tmp_path, monkeypatch):
+    (tmp_path / "own_kernels.py").write_text(MODULE.format(source=SCALE))
+    monkeypatch.syspath_prepend(tmp_path)
+    own_kernels = importlib.import_module("own_kernels")
+    module = tf.Module()
+    module.call = tf.function(
+        lambda x: own_kernels.scale(x, factor=3.0), input_signature=[tf.TensorSpec([None, 200], tf.float32)]
+    )
+    with cki.device("sim"):
+        tf.saved_model.save(module, str(tmp_path / "model"))
+        with pytest.raises(
+            InvalidArgumentError, match="importable_as is 'own_kernels:scale', which is another"
+        ):
+            tf.function(own_kernels.elsewhere)(tf.constant(X), factor=1.0)
+
+    found = subprocess.run(
+        [sys.executable, "-c", LOADS, str(tmp_path / "model")],
+        env={**os.environ, "CKI_DEVICE": "sim", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert found.stdout.split() == ["1200.0"], found.stderr
+    for place, why in (
+        ("no_such_module:scale", "cannot be imported here: No module named"),
+        ("own_kernels:gone", "cannot be imported here: .* has no attribute 'gone'"),
+        ("own_kernels:rule", "is a function, no operation"),
+    ):
+        with pytest.raises(cki.CkiError, match=f"a program calls the kernel {place}, which {why}"):
+            known_operations.find(place)
