@@ -7,8 +7,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import cki
+from cki.errors import CkiError
 
 #: Element types that every framework has.
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -45,6 +47,20 @@ def assert_same_bits(
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
         np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
     return list(results)
+
+
+def assert_attributes_are_told_apart_by_type(tensor: Any) -> None:
+    """True == 1 == 1.0 in Python: what was remembered for right attributes must not serve wrong ones.
+
+    tensor: f32[1, length, heads, dim].
+    """
+    right = {"causal": True, "window": (0, 1)}
+    with cki.device("sim"):
+        for _ in range(3):
+            cki.attention(tensor, tensor, tensor, **right)
+            for wrong in ({"causal": 1}, {"causal": 1.0}, {"window": (0.0, 1)}, {"window": (False, 1)}):
+                with pytest.raises(CkiError, match=next(iter(wrong))):
+                    cki.attention(tensor, tensor, tensor, **{**right, **wrong})
 
 
 def plain_layer_norm(

@@ -74,6 +74,13 @@ def test_jax_gives_jax_arrays(dtype):
     assert all(isinstance(result, jax.Array) and result.devices() == {cpu} for result in results)
 
 
+@pytest.mark.jax
+def test_jax_tells_attributes_apart_by_type():
+    jax = pytest.importorskip("jax")
+    cpu = jax.local_devices(backend="cpu")[0]
+    calls.assert_attributes_are_told_apart_by_type(jax.device_put(np.ones((1, 3, 1, 8), np.float32), cpu))
+
+
 # ---------------------------------------------------------------- out=
 
 

@@ -255,3 +255,7 @@ def test_call_with_out_is_refused():
 def test_call_mixed_with_numpy_is_refused():
     with cki.device("sim"), pytest.raises(InvalidTypeError, match="x is of tensorflow, weight is of numpy"):
         cki.layer_norm(tf.ones((2, 8)), np.ones(8, np.float32))
+
+
+def test_attributes_are_told_apart_by_type():
+    calls.assert_attributes_are_told_apart_by_type(tf.ones((1, 3, 1, 8)))
