@@ -185,9 +185,10 @@ def decode_rows(name: str, model: DecoderModel, batch: int, context: int, copy: 
     cached = 2 * batch * (context + STEPS) * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
     table = c.vocab_size * c.hidden_size * model.dtype.itemsize  # of an untied embedding only a row is read
     nbytes = model.weight_nbytes - (0 if c.tie_word_embeddings else table) + cached
+    types = "fp8 weights" if model.weights.fp8 else model.dtype.name
     for kind, timing in (("device", device), ("step", common.summary(samples[8:]))):
         yield common.row(
-            f"decode_{kind}", f"{name} batch={batch} context={context}", model.dtype.name, "cki", timing, nbytes=nbytes,
+            f"decode_{kind}", f"{name} batch={batch} context={context}", types, "cki", timing, nbytes=nbytes,
             tokens_per_s=round(batch / timing.median_us * 1e6, 1), launches=program.num_kernels,
             of_copy=round(nbytes / timing.median_us / 1e3 / copy, 3), roof_us=round(nbytes / copy / 1e3, 1),
             copy_gb_per_s=round(copy, 1),

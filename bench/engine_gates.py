@@ -2,7 +2,8 @@
 
 - Its replayed graph leaves the logits and tokens that its launches leave one by one, bit for bit.
 - Its logits are those of the same step written plainly in torch in fp32 over the same cache: no farther from them than
-  twice what torch's own step in the model's type is.  That is asked of a model of few layers and the full shapes.
+  twice what torch's own step in the model's type is (of codes: on what they stand for; where our step rounds
+  activations to e4m3 for W8A8, torch's does, too).  That is asked of a model of few layers and the full shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def distance_from_torch(model: DecoderModel, sequences: Sequence[int]) -> tuple[
     import torch
 
     exact = torch_step(model, sequences, tokens, torch.float32).double()
-    plain = torch_step(model, sequences, tokens, found_type(model)).double()
+    names = {step.kernel.entry for step in model.plan(model.decode_shape(len(sequences))).steps}
+    plain = torch_step(model, sequences, tokens, found_type(model), w8a8="linear_fp8" in names).double()
 
     def distance(logits: Any) -> float:
         return float((logits - exact).pow(2).mean().sqrt() / exact.std())
@@ -53,10 +55,13 @@ def found_type(model: DecoderModel) -> Any:
     return {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[model.dtype.name]
 
 
-def torch_step(model: DecoderModel, sequences: Sequence[int], tokens: np.ndarray, dtype: Any) -> Any:
+def torch_step(
+    model: DecoderModel, sequences: Sequence[int], tokens: np.ndarray, dtype: Any, *, w8a8: bool = False
+) -> Any:
     """Logits [rows, vocabulary] after sequences of equal length whose last tokens are `tokens`, in torch.
 
     What lies before the last token is read from the cache.  For models without biases, windows and scaled RoPE.
+    w8a8: what the layers' matrices multiply goes through e4m3, by 128 neighbours.
     """
     import torch
 
@@ -66,7 +71,17 @@ def torch_step(model: DecoderModel, sequences: Sequence[int], tokens: np.ndarray
     table = torch.tensor([cache.blocks(s) for s in sequences], device=weights["embed"].device)
 
     def weight(role: str) -> Any:
-        return weights[role].to(dtype)
+        scales = weights.get(f"{role}.scales")
+        if scales is None:
+            return weights[role].to(dtype)
+        rows, depth = weights[role].shape
+        wide = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :depth]
+        return (weights[role].float() * wide).to(dtype)
+
+    def product(x: Any, role: str) -> Any:
+        if w8a8:
+            x = through_e4m3(x)
+        return x @ weight(role).T
 
     def norm(x: Any, role: str) -> Any:
         wide = x.float()
@@ -91,7 +106,7 @@ def torch_step(model: DecoderModel, sequences: Sequence[int], tokens: np.ndarray
     x = weights["embed"][ids].to(dtype)
     for number in range(c.num_layers):
         of_layer = f"layers.{number}."
-        qkv = norm(x, of_layer + "norm1") @ weight(of_layer + "wqkv").T
+        qkv = product(norm(x, of_layer + "norm1"), of_layer + "wqkv")
         heads = qkv.view(rows, -1, c.head_dim).split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
         q, k, v = heads
         if c.qk_norm:
@@ -102,7 +117,18 @@ def torch_step(model: DecoderModel, sequences: Sequence[int], tokens: np.ndarray
         grouped = rotated(q).view(rows, c.num_kv_heads, group, c.head_dim)
         scores = torch.einsum("bhgd,blhd->bhgl", grouped, keys).float() * c.head_dim**-0.5
         attended = torch.einsum("bhgl,blhd->bhgd", scores.softmax(-1).to(dtype), values)
-        x = x + attended.reshape(rows, -1) @ weight(of_layer + "wo").T
-        gate, up = (norm(x, of_layer + "norm2") @ weight(of_layer + "wgu").T).chunk(2, -1)
-        x = x + (torch.nn.functional.silu(gate) * up) @ weight(of_layer + "wd").T
+        x = x + product(attended.reshape(rows, -1), of_layer + "wo")
+        gate, up = product(norm(x, of_layer + "norm2"), of_layer + "wgu").chunk(2, -1)
+        x = x + product(torch.nn.functional.silu(gate) * up, of_layer + "wd")
     return norm(x, "final_norm") @ weight("embed" if c.tie_word_embeddings else "head").T
+
+
+def through_e4m3(x: Any) -> Any:
+    """Rows rounded to e4m3 with a scale for each 128 neighbours."""
+    import torch
+
+    width = x.shape[-1]
+    blocks = torch.nn.functional.pad(x.float(), (0, -width % 128)).unflatten(-1, (-1, 128))
+    scales = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 448
+    codes = (blocks / scales).to(torch.float8_e4m3fn)
+    return (codes.float() * scales).flatten(-2)[..., :width].to(x.dtype)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from cki import cache, dtypes
 from cki.device import DeviceInfo
 from cki.dtypes import DType
@@ -36,7 +38,10 @@ SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 #: Options of `DecoderPlanner` by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "fused": {"fused": True}, "merged": {"fused": True, "merge_inside": True},
+    "fp8": {"fused": True, "fp8": True},
 }  # fmt: skip
+#: Standard deviation of random codes.
+_CODE_SPREAD = 64.0
 #: Tokens of the longest sequence: the engine's own default, so tables are as wide as a user's.
 MAX_LENGTH = 8192
 MAX_SEQUENCES = 64
@@ -53,13 +58,34 @@ def as_torch(tensor: Any) -> Any:
     """A tensor of the engine's as one of torch's on the same memory."""
     import torch
 
-    return torch.from_dlpack(tensor)
+    if tensor.dtype != dtypes.e4m3:
+        return torch.from_dlpack(tensor)
+    if tensor.view.device.kind == "cpu":
+        return torch.from_numpy(tensor.numpy().view(np.uint8)).view(torch.float8_e4m3fn)
+    return torch.as_tensor(_Bytes(tensor), device="cuda").view(torch.float8_e4m3fn)
+
+
+class _Bytes:
+    """Codes as bytes, for frameworks that exchange no e4m3."""
+
+    def __init__(self, tensor: CacheTensor) -> None:
+        self._tensor = tensor  # keeps the memory
+        self.__cuda_array_interface__ = {
+            "shape": tensor.shape, "typestr": "|u1", "data": (tensor.ptr, False), "version": 3,
+        }  # fmt: skip
 
 
 def fill_at_random(role: str, tensor: CacheTensor) -> None:
     """Weights of a size that keeps activations near 1: norms' around 1, biases' small."""
+    import torch
+
     values = as_torch(tensor)
-    if values.ndim == 1:
+    if role.endswith(".scales"):
+        values.fill_((128 * values.shape[1]) ** -0.5 / _CODE_SPREAD)
+    elif tensor.dtype == dtypes.e4m3:
+        for rows in values.split(4096):
+            rows.copy_((_CODE_SPREAD * torch.randn(rows.shape, device=rows.device)).clamp_(-448, 448))
+    elif values.ndim == 1:
         values.normal_(1.0 if "norm" in role else 0.0, 0.1)
     else:
         values.normal_(0.0, 1.0 if role == "embed" else values.shape[-1] ** -0.5)
@@ -71,7 +97,7 @@ def make_model(
 ) -> DecoderModel:  # fmt: skip
     """Random weights, and a cache of random keys and values that holds so many sequences of `context` tokens."""
     limits = ModelLimits(MAX_SEQUENCES, 2048, MAX_LENGTH)
-    weights = DeviceWeights(config, fill_at_random, dtype, device, MAX_LENGTH)
+    weights = DeviceWeights(config, fill_at_random, dtype, device, MAX_LENGTH, fp8=variant.pop("fp8", False))
     blocks = sequences * (-(-context // BLOCK_SIZE) + 1)
     block = 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim * dtype.itemsize
     nbytes = max(blocks, MAX_LENGTH // BLOCK_SIZE) * block

@@ -42,12 +42,12 @@ def test_the_gate_of_the_load_tells_wrong_steps(bench, monkeypatch):
     assert len(set(load.PROMPTS)) == 16
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_the_gates_of_a_step(bench, monkeypatch, qk_norm):
+@pytest.mark.parametrize(("qk_norm", "fp8"), [(False, False), (True, True)])
+def test_the_gates_of_a_step(bench, monkeypatch, qk_norm, fp8):
     pytest.importorskip("torch")
     models, gates = bench("engine_models"), bench("engine_gates")
     config = replace(LLAMA, qk_norm=qk_norm, tie_word_embeddings=not qk_norm)
-    model = models.make_model(config, sim_device(), context=70, sequences=2, dtype=dtypes.f16)
+    model = models.make_model(config, sim_device(), context=70, sequences=2, dtype=dtypes.f16, fp8=fp8)
     sequences = models.sequences_of(model, 2, 37)
     ours, theirs = gates.distance_from_torch(model, sequences)
     assert 0 < ours <= 2 * theirs
@@ -57,10 +57,10 @@ def test_the_gates_of_a_step(bench, monkeypatch, qk_norm):
     monkeypatch.setattr(model, "decode", lambda rows: decode([row._replace(tokens=[3]) for row in rows]))
     assert gates.distance_from_torch(model, sequences)[0] > 10 * theirs
     monkeypatch.undo()
-    weight = models.as_torch(dict(model.weights.items())["layers.1.wd"])
+    weight = models.as_torch(dict(model.weights.items())["layers.1.wd.scales" if fp8 else "layers.1.wd"])
 
     def broken(rows):
-        weight[5] += 1
+        weight[0] += 1
         return relaunch(rows)
 
     monkeypatch.setattr(model, "relaunch", broken)
