@@ -42,7 +42,8 @@ class HopperTiles:
     lazy: references of the softmax follow scores only when these rise by 2**8, and the output is rescaled only then.
     ahead: with `lazy`, how many of a thread's weights are computed beside the search for the largest score, a register
     each; None for what the registers allow.  half_tiles: half a tile of keys where a warpgroup sees no more of its last
-    one.  overlap: a tile's first scores are computed beside the last product and the stores of the tile before."""
+    one.  overlap: a tile's first scores are computed beside the last product and the stores of the tile before.
+    early_wait: with `lazy`, a step waits for the next one's keys among its exponentials."""
 
     consumers: int
     block_keys: int
@@ -54,6 +55,7 @@ class HopperTiles:
     ahead: int | None = None
     half_tiles: bool = False
     overlap: bool = False
+    early_wait: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -104,7 +106,7 @@ class HopperTiles:
             text += ", ping-pong"
         if self.lazy:
             text += ", lazy" if self.ahead is None else f", lazy with {self.ahead} ahead"
-        for name in ("half_tiles", "overlap"):
+        for name in ("half_tiles", "overlap", "early_wait"):
             if getattr(self, name):
                 text += ", " + name.replace("_", " ")
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"

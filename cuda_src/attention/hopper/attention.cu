@@ -284,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     constexpr bool kBandTest = decltype(band_test)::kValue;
     constexpr bool kMayHide = kBandTest || kBias || kMask;
     float correction[2];
-    key_ring.wait_full();
+    if constexpr (!kWaitsEarly) key_ring.wait_full();
     turns.take();
     ptx::wgmma_fence();
     start_keys(scores);
@@ -310,8 +310,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         ptx::wgmma_fence_registers(rows.output);
         scale_rows(rows.output, factor);
       });
+      // The next keys are asked for here, where nothing waits for the answer; it is looked at some exponentials later.
+      const bool goes_on = kWaitsEarly ? !is_last && key_ring.is_full() : !is_last;
       softmax.template take<kAhead, kBlockKeys / 4>();
-      if (is_last) query_ring.release_own();  // the branch
+      if (!goes_on) {  // the branch
+        if (is_last) {
+          query_ring.release_own();
+        } else {
+          key_ring.wait_full();
+        }
+      }
       finish_values();
       softmax.template take<kBlockKeys / 4, kBlockKeys / 2>();
       softmax.finish();
@@ -395,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       if (j == own.begin_tile) query_ring.release_own();
       --j;
+      if (kWaitsEarly && j >= own.begin_tile) key_ring.wait_full();
       if constexpr (kTestAll) {
         for (; j >= own.begin_tile; --j) step(scores, rows, band, Constant<true>{}, j, j == own.begin_tile);
       } else {

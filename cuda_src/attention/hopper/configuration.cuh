@@ -40,6 +40,8 @@ constexpr bool kRowByRow = kValueDim > 128 && !kScaleFirst && !kMask;
 // Whether references of the softmax follow scores lazily (softmax.cuh). Weights that are to be dropped are drawn meanwhile, for
 // which the registers of weights ahead are needed.
 constexpr bool kIsLazy = kLazy && !kDropout;
+// Whether a step finds its keys waited for, by the step before.
+constexpr bool kWaitsEarly = kIsLazy && kEarlyWait;
 
 // Whether every tile is tested key by key: beside a bias, a mask or the like the tests cost little, and loops of their own
 // for whole tiles cost registers.
