@@ -9,12 +9,17 @@ alone; other work in the function (NumPy) is done once, at capture.
 
 A graph holds addresses: write new inputs into the captured tensors, read results from `graph.outputs`.  What the
 function allocated and let go of is taken again by its later calls, and by graphs that share the memory.
+
+All replays of one graph use that memory, so they run one behind the other, on whatever streams and from whatever
+threads they are asked for: the driver orders each behind the graph's launches before it (cuGraphLaunch), a lock the
+calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,21 +50,30 @@ class Graph(ABC):
         self.recorded_on: Any = None
         self._kept: list[Any] = []
         self._closed = False
+        # The driver does not protect a graph from two threads.
+        self._lock = threading.RLock()
 
     def replay(self, stream: Any = None) -> Any:
-        """Run the recorded launches on `stream` (default: the framework's current one); returns `outputs`."""
-        if self._closed:
-            raise InvalidArgumentError("this graph was closed")
-        self._replay(None if stream is None else stream_handle(stream))
-        return self.outputs
+        """Run the recorded launches on `stream` (default: the framework's current one); returns `outputs`.
+
+        Replays of one graph run in the order of the calls, on several streams too.  The next one writes `outputs`
+        anew: what reads them on one stream must be done before a replay on another.
+        """
+        handle = None if stream is None else stream_handle(stream)
+        with self._lock:
+            if self._closed:
+                raise InvalidArgumentError("this graph was closed")
+            self._replay(handle)
+            return self.outputs
 
     def close(self) -> None:
         """Free the graph and all memory that it holds, `outputs` included.  Idempotent; also done on deletion."""
-        self._closed = True
-        self.outputs = None
-        self._kept = []
-        self._free()
-        self.pool = self.recorded_on = None
+        with self._lock:
+            self._closed = True
+            self.outputs = None
+            self._kept = []
+            self._free()
+            self.pool = self.recorded_on = None
 
     def __enter__(self) -> Graph:
         return self
