@@ -8,8 +8,8 @@ No bias, so torch is `torch.matmul`.  The candidates for few rows are the best t
 (`skinny/linear.cu`), by its model, and small blocks of Hopper's GEMM; for 64 rows also its larger ones, and the kernel
 for few rows that copies by TMA (`skinny/streamed.cu`).  Kernels are compiled first, several at a time.  Then one worker
 process compares every implementation with a float64 product on the GPU before it times all of a cell in turn, one graph
-replay each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that it
-was at.
+replay each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that
+it was at.
 
 `vs_torch`: torch's time over ours.  `of_copy`: the weight's bytes a second over the rate of a copy in the same run.
 Each cell's line is the fastest with the choice beside it; the last are geometric means.  Writes results/gemm_llama.csv.

@@ -7,7 +7,8 @@
 statistics (docs/linear_hopper.md); "spare warps" has those read by warps that are idle else.  Against it: a norm,
 then the product, by CKI, or the product by cuBLASLt (torch `addmm`, and a launch of its own for GELU), or all by torch;
 "no norm" is our product alone.  "residual" and "residual, statistics" are the product before it, 1024 by 1024 with a
-residual: what statistics cost where they are made.  Before timing, results are compared with float64 on the GPU.
+residual: what statistics cost where they are made; "by TMA" has the residual brought so.  Before timing, results are
+compared with float64 on the GPU.
 
 `vs_torch`: time of our norm and cuBLASLt's product over this one's.  Writes results/gemm_norm.csv.
 """
@@ -28,7 +29,7 @@ import cki
 from cki import cache, dtypes
 from cki.device import sim_device
 from cki.encoder_prepare import fold_layer_norm
-from cki.heuristics.linear_hopper import STATISTICS_COLUMNS
+from cki.heuristics.linear_hopper import STATISTICS_COLUMNS, HopperTile
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, plan_linear
@@ -41,6 +42,7 @@ SHAPES = tuple(f"{rows}x{shape}" for rows in (512, 2048, 8192) for shape in ("10
 EPSILON = 1e-5
 ROUNDS = 20
 YARDSTICK = "layer_norm, torch"
+Change = Callable[[HopperTile], HopperTile]
 _LIMIT = {"bf16": 2.0**-7, "f16": 2.0**-10}
 
 
@@ -52,14 +54,33 @@ def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
     return found
 
 
-def norm_linear(spare_warps: bool = False) -> OpSpec:
-    """A linear layer that normalises its rows by given statistics, or else stores those of its result."""
+def with_spare_warps(tile: HopperTile) -> HopperTile:
+    """Whose statistics of x are read by warps that are idle else."""
+    return dataclasses.replace(tile, spare_warps=True)
+
+
+def fetching(tile: HopperTile) -> HopperTile:
+    """Whose residual TMA brings; with fewer stages where the buffers for it take their place."""
+    stages = tile.stages - (1 if tile.accumulators == 128 else 0)
+    return dataclasses.replace(tile, fetches=True, stages=stages)
+
+
+def as_chosen(tile: HopperTile) -> HopperTile:
+    """The model's choice itself."""
+    return tile
+
+
+def norm_linear(change: Change) -> OpSpec:
+    """A linear layer that normalises its rows by given statistics, or else stores those of its result.
+
+    change: what is made of the tile that the model chooses.
+    """
 
     def plan(problem: Problem, outputs: Mapping[str, Operand], device: Any) -> Plan:
         x, w, statistics = problem["x"], problem["w"], problem.get("statistics")
         return Plan(plan_norm_linear(
             x, w, problem["bias"], problem.get("residual"), outputs["out"], device, problem.attribute("activation"),
-            statistics, outputs.get("statistics_out"), spare_warps,
+            statistics, outputs.get("statistics_out"), change,
         ))  # fmt: skip
 
     return OpSpec(
@@ -70,7 +91,7 @@ def norm_linear(spare_warps: bool = False) -> OpSpec:
 
 def plan_norm_linear(
     x: Operand, w: Operand, bias: Operand, residual: Operand | None, y: Operand, device: Any, activation: str | None,
-    statistics: Operand | None, y_statistics: Operand | None, spare_warps: bool = False,
+    statistics: Operand | None, y_statistics: Operand | None, change: Change,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch.  statistics: of x's rows.  y_statistics: where those of y's go."""
     norm = None if statistics is None else RowNorm("layer", statistics, EPSILON)
@@ -88,7 +109,7 @@ def plan_norm_linear(
         raise SystemExit(f"{x.shape} by {w.shape}: no tile of Hopper's kernel is the choice")
     return plan_linear(
         x, w, bias, residual, y, device, activation=activation, norm=norm, statistics=y_statistics,
-        tile=dataclasses.replace(tile, spare_warps=spare_warps),
+        tile=change(tile),
     )  # fmt: skip
 
 
@@ -162,27 +183,26 @@ def implementations(problem: LinearProblem) -> dict[str, Callable[[Inputs], Any]
     def torch_norm(i: Inputs) -> Any:
         return torch.nn.functional.layer_norm(i.x, (problem.depth,), i.gamma, i.beta, EPSILON)
 
-    def folded(spare_warps: bool) -> Callable[[Inputs], Any]:
-        spec = norm_linear(spare_warps)
+    def folded(change: Change) -> Callable[[Inputs], Any]:
+        spec = norm_linear(change)
         return lambda i: call(
             spec, (i.x, i.folded_w, i.shift, None, i.statistics), (problem.activation, layout), (i.y, None)
         )  # fmt: skip
 
-    plain = norm_linear()
-
-    def stored(i: Inputs) -> Any:
-        outs = (i.r, i.r_statistics)
-        return call(plain, (i.x, *i.before, i.x, None), (None, layout), outs)[0]
+    def stored(change: Change) -> Callable[[Inputs], Any]:
+        spec = norm_linear(change)
+        return lambda i: call(spec, (i.x, *i.before, i.x, None), (None, layout), (i.r, i.r_statistics))[0]
 
     return {
-        "folded": folded(False),
-        "folded, spare warps": folded(True),
+        "folded": folded(as_chosen),
+        "folded, spare warps": folded(with_spare_warps),
         YARDSTICK: lambda i: torch_product(norm(i), i),
         "layer_norm, cki": lambda i: product(norm(i), i),
         "torch layer_norm, torch": lambda i: torch_product(torch_norm(i), i),
         "no norm": lambda i: product(i.x, i),
         "residual": lambda i: cki.linear(i.x, *i.before, residual=i.x, out=i.r),
-        "residual, statistics": stored,
+        "residual, statistics": stored(as_chosen),
+        "residual, statistics, by TMA": stored(fetching),
     }
 
 
@@ -205,7 +225,7 @@ def check(problem: LinearProblem, name: str, run: Callable[[Inputs], Any], i: In
     error = float((run(i).double() - truth).abs().max() / truth.abs().max())
     if not error <= _LIMIT[problem.dtype]:
         raise SystemExit(f"{name}: relative error {error:.2e}, at most {_LIMIT[problem.dtype]:.2e} is right")
-    if name == "residual, statistics":
+    if name.startswith("residual, statistics"):
         found, wanted = i.r_statistics, statistics_of(i.r)
         if not float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max()):
             raise SystemExit("the statistics of the result are not its own")
@@ -234,10 +254,13 @@ def compile_ahead(problems: list[LinearProblem]) -> None:
         for steps in (
             plan_linear(x, w, bias, None, y, device, activation=activation),
             plan_linear(x, before, vector, x, r, device),
-            plan_norm_linear(x, before, vector, x, r, device, None, None, statistics),
             *(
-                plan_norm_linear(x, w, shift, None, y, device, activation, statistics, None, spare)
-                for spare in (False, True)
+                plan_norm_linear(x, before, vector, x, r, device, None, None, statistics, change)
+                for change in (as_chosen, fetching)
+            ),
+            *(
+                plan_norm_linear(x, w, shift, None, y, device, activation, statistics, None, change)
+                for change in (as_chosen, with_spare_warps)
             ),
         ):
             specs.update({step.kernel: None for step in steps})

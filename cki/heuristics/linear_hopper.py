@@ -50,6 +50,7 @@ class HopperTile:
     programmatic: the launch may begin while the one before it in the stream ends.
     pushes: of K in two parts, sums are stored into the block that finishes them, which reads nothing from afar.
     consumers: 2, or 1 in a small block, of which an SM holds several.
+    fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
 
     block_m: int
@@ -62,6 +63,7 @@ class HopperTile:
     spare_warps: bool = False
     pushes: bool = False
     consumers: int = 2
+    fetches: bool = False
 
     @property
     def shares_columns(self) -> bool:
@@ -89,6 +91,12 @@ class HopperTile:
         return self.ring_bytes + self.stages * _BARRIER_BYTES + self.consumers * _OUTPUT_BYTES
 
     @property
+    def fetched_bytes(self) -> int:
+        """What a residual that TMA brings takes more: buffers for all of a warp's slabs, and a barrier a warp."""
+        warps, slabs = 4 * self.consumers, self.accumulators // 32
+        return warps * (max(0, slabs - 2) * 16 * _ROW_BYTES + 8)
+
+    @property
     def board_bytes(self) -> int:
         """Of the moments of rows that spare warps read: `MomentsBoard` of cuda_src/gemm/hopper/row_norm.cuh."""
         return (2 if self.ping_pong else 1) * (self.block_m * 8 + 16)
@@ -103,6 +111,7 @@ class HopperTile:
             f"{self.block_m}x{self.block_n}s{self.stages}", "pp" if self.ping_pong else "",
             f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
             "push" if self.pushes else "", "small" if self.consumers == 1 else "",
+ "fetch" if self.fetches else "",
             "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
         )  # fmt: skip
         return "".join(words)
@@ -117,12 +126,16 @@ TILES = (
 SMALL_TILES = (
     HopperTile(64, 64, 6, consumers=1), HopperTile(64, 64, 6, split=2, pushes=True, consumers=1),
 )  # fmt: skip
+#: With a residual by TMA, to be measured.
+FETCHING_TILES = (
+    HopperTile(128, 128, 5, True, fetches=True), HopperTile(128, 128, 6, fetches=True),
+    HopperTile(64, 128, 8, True, fetches=True), HopperTile(64, 64, 8, True, fetches=True),
+)  # fmt: skip
 #: What `bench/gemm.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
-    *TILES, HopperTile(128, 128, 6, True, programmatic=False), HopperTile(64, 256, 4, True),
-    HopperTile(64, 128, 6, True), HopperTile(128, 128, 6, split=2), HopperTile(128, 128, 6, True, sharers=2),
-    HopperTile(128, 256, 4, sharers=2), HopperTile(128, 128, 6, split=3), HopperTile(64, 128, 8, split=2, pushes=True),
-    HopperTile(128, 64, 8, split=2, pushes=True), *SMALL_TILES,
+    *TILES, HopperTile(64, 256, 4, True), HopperTile(128, 128, 6, True, sharers=2), HopperTile(128, 256, 4, sharers=2),
+    HopperTile(128, 128, 6, split=3), HopperTile(64, 128, 8, split=2, pushes=True),
+    HopperTile(128, 64, 8, split=2, pushes=True), *SMALL_TILES, *FETCHING_TILES,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.linear import ACTIVATIONS, WeightAccess, pair_access
 from cki.heuristics.linear_hopper import (
+    FETCHING_TILES,
     LAUNCH_REGISTERS,
     REGISTER_SHARES,
     SMALL_TILES,
@@ -33,7 +34,7 @@ from cki.operand import Operand, dense
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 _ARCH = "sm_90a"
-_PARAMS = "TTTPPPiiiiiqqqqqPfPPPPqqqP"
+_PARAMS = "TTTTPPPiiiiiqqqqqPfPPPPqqqP"
 #: Rows of a store by TMA: a warp's.
 _STORE_ROWS = 16
 #: Tile numbers are 32-bit, and step past the last by two rounds of blocks.
@@ -125,6 +126,15 @@ def stores_by_tma(y: Operand) -> bool:
     return columns * y.dtype.itemsize % 16 == 0 and not row_obstacles("y", y, columns, step, row_stride, rows)
 
 
+def _is_for_tma(residual: Operand, batches: list[RowBatch]) -> bool:
+    """Whether TMA can bring a residual, whose rows are the second tensor's of the batch."""
+    if len(batches) != 1 or batches[0].axes != 1:
+        return False
+    columns, rows = residual.shape[-1], batches[0].rows
+    step = 1 if columns == 1 else residual.strides[-1]
+    return not row_obstacles("residual", residual, columns, step, batches[0].strides[1][2], rows)
+
+
 def _halves_obstacles(y: Operand, access: WeightAccess) -> list[str]:
     """Why TMA cannot read both halves of a weight's columns, each of y's width."""
     if access.along_n and y.shape[-1] * y.dtype.itemsize % 16:
@@ -184,9 +194,9 @@ def plan_linear_hopper(
     batches = row_batches([t for t in (x, residual, y) if t is not None])
     w_columns = y.shape[-1] * (1 if gates is None else 2)
     obstacles = hopper_obstacles(x, w, w_columns, access, batches, device)
-    shared_memory = tile.shared_memory + (
-        tile.board_bytes if uses_spare_warps(tile, None if norm is None else norm.kind) else 0
-    )
+    fetches = tile.fetches and residual is not None and _is_for_tma(residual, batches) and stores_by_tma(y)
+    shared_memory = tile.shared_memory + (tile.fetched_bytes if fetches else 0)
+    shared_memory += tile.board_bytes if uses_spare_warps(tile, None if norm is None else norm.kind) else 0
     if shared_memory > device.shared_memory_per_block:
         obstacles.append(f"tiles {tile} need {shared_memory} bytes of shared memory")
     if tile.split > max(1, -(-x.shape[-1] // STAGE_DEPTH)):
@@ -232,7 +242,7 @@ def plan_linear_hopper(
         pair_bias=bias is None or pair_access(bias, bias.strides[0], () if gates is None else (columns,)),
         gated=gates is not None,
         pair_residual=residual is not None and pair_access(residual, residual_step, (residual_stride,)),
-        norm=None if norm is None else norm.kind, statistics=statistics is not None,
+        norm=None if norm is None else norm.kind, statistics=statistics is not None, fetches=fetches,
     )  # fmt: skip
     x_map = tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.block_m))
     if access.along_n:
@@ -243,8 +253,11 @@ def plan_linear_hopper(
         boxes = tile.sharers if gates is None else max(2, tile.sharers)
         w_map = tensor_map(w, depth, w_columns, access.stride, (STAGE_DEPTH, tile.block_n // boxes))
     y_map = tensor_map(y, columns, rows, y_stride, (64, _STORE_ROWS)) if tma_store else x_map
+    residual_map = x_map
+    if fetches and residual is not None:
+        residual_map = tensor_map(residual, columns, rows, residual_stride, (64, _STORE_ROWS))
     arguments: tuple[ArgumentValue, ...] = (
-        x_map, w_map, y_map, bias or NullPointer(), residual or NullPointer(), y, rows, columns, depth,
+        x_map, w_map, y_map, residual_map, bias or NullPointer(), residual or NullPointer(), y, rows, columns, depth,
         *(gates or (0, 0)),
         1 if bias is None else bias.strides[0], residual_stride, residual_step, y_stride, y_step,
         *_norm_arguments(norm, statistics), x, w, x_stride,
@@ -282,7 +295,7 @@ def hopper_kernel(
     dtype: DType, tile: HopperTile, *, bias: DType | None = None, activation: str | None = None,
     residual: bool = False, along_n: bool = True, tma_store: bool = True, pair_y: bool = True,
     pair_bias: bool = True, pair_residual: bool = True, gated: bool = False, norm: str | None = None,
-    statistics: bool = False,
+    statistics: bool = False, fetches: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration."""
     spare_warps = uses_spare_warps(tile, norm)
@@ -295,7 +308,7 @@ def hopper_kernel(
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
         kPingPong=tile.ping_pong, kSplit=tile.split, kPushSums=tile.pushes, kSharers=tile.sharers, kGated=gated,
         kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,
-        kTmaStore=tma_store, kVectorY=2 if pair_y else 1,
+        kTmaStore=tma_store, kTmaResidual=fetches, kVectorY=2 if pair_y else 1,
         kVectorBias=2 if (bias is not None or norm == "residual") and pair_bias else 1,
         kVectorResidual=2 if residual and pair_residual else 1,
         kProducerRegisters=producer, kConsumerRegisters=consumer,
@@ -365,6 +378,10 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(bf16, HopperTile(64, 128, 8, split=2, pushes=True), bias=bf16, residual=True),
         hopper_kernel(f16, HopperTile(128, 64, 8, split=2, pushes=True), bias=f16, activation="gelu", along_n=False),
         *(hopper_kernel(bf16, tile, bias=bf16, residual=True, activation="silu") for tile in SMALL_TILES),
+        *(
+            hopper_kernel(f16, tile, bias=f16, residual=True, statistics=True, norm=norm, fetches=True)
+            for tile in FETCHING_TILES for norm in (None, "residual")
+        ),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", along_n=False),
         hopper_kernel(bf16, HopperTile(256, 128, 4), bias=f32, activation="gelu", norm="layer"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),

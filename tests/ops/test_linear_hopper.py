@@ -22,6 +22,7 @@ from tests.orders import every_check, orders
 #: The smallest tiles, with the shallowest ring: taken in turn, and shared.
 TURNS, SHARED = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2)
 SMALL = pytest.mark.parametrize("tile", [TURNS, SHARED, HopperTile(64, 64, 2, consumers=1)], ids=str)
+FETCHING = HopperTile(128, 128, 2, True, fetches=True)
 #: K over the blocks of a cluster: consumers that share columns, and rows; more warps than units to finish, and fewer.
 SPLIT = pytest.mark.parametrize(
     "tile",
@@ -95,6 +96,20 @@ def test_columns_that_tma_cannot_store(device, tile):
         bias, residual = normal((columns,), F16, 3), normal((70, columns), F16, 4)
         x, w = normal((70, 72), F16, 1), weight(72, columns, F16, "out_in")
         check(device, tile, x, w, bias, residual=residual, weight_layout="out_in")
+
+
+@pytest.mark.parametrize("tile", [FETCHING, HopperTile(64, 128, 2, fetches=True)], ids=str)
+def test_a_residual_by_tma(device, tile):
+    """Tiles whose slabs end outside on both axes, several a block; also where the residual is the result."""
+    rows, columns = 420, 328
+    x, w = normal((rows, 72), F16, 1), weight(72, columns, F16, "in_out")
+    bias, residual = normal((columns,), F16, 3), normal((rows, columns), F16, 4)
+    expected = check(device, tile, x, w, bias, residual=residual, activation="gelu")
+    tensors = [device.array(t) for t in (x, w, bias)]
+    y = device.array(residual)
+    with every_check(device, 1):
+        hopper(tile, *tensors, residual=y, activation="gelu", out=y)
+    assert np.array_equal(device.numpy(y), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -2,13 +2,16 @@
 // gated, y = act(gate + bias) (up + bias), where the second half of a tile's sums are the ups of the first. A norm of
 // x's rows is a factor of the sums, one of the residual's rows applies to the residual (row_norm.cuh).
 //
-// Rules is a struct of constants: kActivation, kHasBias, kHasResidual, kGated, kTmaStore, kVectorY, kVectorBias,
-// kVectorResidual, kRowNorm, kStatistics (those of y's rows are stored too, which takes kTmaStore). With kTmaStore a
+// Rules is a struct of constants: kActivation, kHasBias, kHasResidual, kGated, kTmaStore, kTmaResidual, kVectorY,
+// kVectorBias, kVectorResidual, kRowNorm, kStatistics (those of y's rows are stored too, which takes kTmaStore). With kTmaStore a
 // warp packs such a slab into one of its two buffers in shared memory (stmatrix, swizzled), and one lane starts a TMA
 // store, which skips rows and columns past the end; the next slab is computed meanwhile. No warp waits for another. TMA
 // writes whole units of 16 bytes, so the planner asks for it only where a row of y is a multiple of them. Otherwise the
 // lanes store pairs or single elements themselves. What a slab adds is loaded a slab ahead, the first slab's beside the
 // last products, all from L2, where it was asked for before the products.
+//
+// With kTmaResidual a warp has a buffer for each of its slabs, into which it asks for the residual before the products
+// (TMA), and out of which it stores the result: the finish then waits for no memory.
 //
 // The residual is read by the warp that writes the same elements afterwards, so it may be y itself.
 #pragma once
@@ -22,6 +25,8 @@
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
@@ -38,7 +43,34 @@ struct EvenRows {
 // A warp's buffers for what it stores. One lane issues and waits, because bulk groups belong to a thread.
 struct OutputBuffers {
   unsigned char* memory;
+  u64* landed = nullptr;  // completes when a tile's residual is in the buffers
+  u32 phase = 0;
   int next = 0;
+
+  // All lanes, before a tile's products: asks for the residual of the warp's slabs, kAcross beside each other, that are
+  // inside rows x columns. Stores of the tile before have been read by then, or nearly.
+  template <int kRowTiles, int kAcross>
+  __device__ __forceinline__ void fetch(const TensorMap* map, int first_row, int first_column, int rows, int columns) {
+    next = 0;
+    if (threadIdx.x % 32 != 0) return;
+    ptx::bulk_wait_group_read<0>();
+    const int down = first_row >= rows ? 0 : min((rows - first_row + 63) / 64, kRowTiles);
+    const int across = first_column >= columns ? 0 : min((columns - first_column + kSlabColumns - 1) / kSlabColumns, kAcross);
+    ptx::mbarrier_arrive_expect_tx(landed, static_cast<u32>(down * across * kWarpSlabBytes));
+#pragma unroll
+    for (int slab = 0; slab < kRowTiles * kAcross; ++slab) {
+      const int i = slab / kAcross, j = slab % kAcross;
+      if (i >= down || j >= across) continue;
+      ptx::tma_load_2d(memory + slab * kWarpSlabBytes, map, landed, first_column + j * kSlabColumns, first_row + i * 64);
+    }
+  }
+
+  // All lanes: what was asked for is there.
+  __device__ __forceinline__ void wait_fetched() {
+    ptx::mbarrier_wait_parity(landed, phase);
+    phase ^= 1;
+    __syncwarp();  // the lane that begins the next phase must not leave others behind in this one
+  }
 
   // All lanes: the buffer to fill next; its last store has been read.
   __device__ __forceinline__ unsigned char* acquire() const {
@@ -47,7 +79,8 @@ struct OutputBuffers {
     return memory + next * kWarpSlabBytes;
   }
 
-  // All lanes: the buffer has been written; store it.
+  // All lanes: the buffer has been written; store it. kCount: of the buffers.
+  template <int kCount>
   __device__ __forceinline__ void store(const TensorMap* y_map, int column, int row) {
     ptx::fence_proxy_async_shared();
     __syncwarp();
@@ -55,7 +88,7 @@ struct OutputBuffers {
       ptx::tma_store_2d(y_map, memory + next * kWarpSlabBytes, column, row);
       ptx::bulk_commit_group();
     }
-    next = (next + 1) % kOutputBuffers;
+    next = (next + 1) % kCount;
   }
 
   // Before the thread exits: shared memory must outlive the reads of the last stores.
@@ -108,6 +141,7 @@ struct Result {
   Matrix<const Element, EvenRows> residual;
   Matrix<Element, EvenRows> y;
   const TensorMap* y_map;
+  const TensorMap* residual_map;
   int rows;
   int columns;
   int gate_column;  // where the bias begins, and that of the ups
@@ -167,7 +201,7 @@ struct SlabInputs {
         gamma[j].template load<Rules::kVectorBias>(result.gamma + at, 1, there);
       }
     }
-    if constexpr (Rules::kHasResidual) {
+    if constexpr (Rules::kHasResidual && !Rules::kTmaResidual) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (row + half * 8 >= result.rows) continue;
@@ -181,6 +215,14 @@ struct SlabInputs {
         }
       }
     }
+  }
+
+  // The residual of blocks j and j + 1, from where the lanes will store the result.
+  __device__ __forceinline__ void take_residual(const unsigned char* row_pointer, int j) {
+    u32 words[4];
+    ptx::ldmatrix_x4(words, row_pointer);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) added[j + i / 2][i % 2].word = words[i];
   }
 
   // values = act(sums + bias) + residual, for two sums of block j and the upper or lower eight rows; gated, times ups.
@@ -224,11 +266,14 @@ struct SlabInputs {
 // rstd: of the lane's two rows, where they are normalised.
 template <class Rules, int kCount, class Element, class Bias>
 __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first, int first_up,
-                                           const SlabInputs<Rules, Element, Bias>& inputs,
+                                           SlabInputs<Rules, Element, Bias>& inputs,
                                            const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
                                            int first_column, const float (&mean)[2], const float (&rstd)[2]) {
   constexpr int kBlocks = kSlabColumns / 8;
-  if (first_row >= result.rows || first_column >= result.columns) return;
+  if (first_row >= result.rows || first_column >= result.columns) {
+    if constexpr (Rules::kTmaResidual) ++buffers.next;
+    return;
+  }
   const int lane = opaque_lane();
   const auto finish = [&](int j, int half, float(&values)[2]) {
     float ups[2] = {};
@@ -240,7 +285,20 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
     inputs.finish(values, ups, j, half, mean[half], rstd[half]);
   };
   if constexpr (Rules::kTmaStore) {
-    unsigned char* buffer = buffers.acquire();
+    unsigned char* buffer = nullptr;
+    if constexpr (Rules::kTmaResidual) {
+      buffer = buffers.memory + buffers.next * kWarpSlabBytes;
+    } else {
+      buffer = buffers.acquire();
+    }
+    const auto place_of = [&](int j) {  // of blocks j and j + 1
+      return buffer + swizzle<kSpan>(static_cast<u32>(lane % 16 * kSpan + (j + lane / 16) * 16));
+    };
+    if constexpr (Rules::kTmaResidual) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 2) inputs.take_residual(place_of(j), j);
+      __syncwarp();  // all lanes have read what others overwrite
+    }
     u32 stored[kBlocks][2];
 #pragma unroll
     for (int j = 0; j < kBlocks; j += 2) {
@@ -251,10 +309,9 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
         finish(j + i / 2, i % 2, values);
         words[i] = stored[j + i / 2][i % 2] = pack_pair<Element>(values[0], values[1]);
       }
-      const u32 offset = static_cast<u32>((lane % 16) * kSpan + (j + lane / 16) * 16);
-      ptx::stmatrix_x4(buffer + swizzle<kSpan>(offset), words);
+      ptx::stmatrix_x4(place_of(j), words);
     }
-    buffers.store(result.y_map, first_column, first_row);
+    buffers.template store<Rules::kBuffers>(result.y_map, first_column, first_row);
     if constexpr (Rules::kStatistics) {
       float2 found[2];
       add_up<Element>(stored, min(result.columns - first_column, kSlabColumns) / 8, found);
@@ -293,6 +350,7 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
                                            const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
                                            int first_column, const RowMoments<kRowTiles>& moments) {
   constexpr int kAcross = kCount * 2 / kSlabColumns / (Rules::kGated ? 2 : 1), kSlabs = kRowTiles * kAcross;
+  if constexpr (Rules::kTmaResidual) buffers.wait_fetched();
 #pragma unroll
   for (int slab = 0; slab < kSlabs; ++slab) {
     const int next = slab + 1;
@@ -321,7 +379,7 @@ __device__ __forceinline__ void prefetch_inputs(const Result<Element, Bias>& res
       if constexpr (Rules::kGated) ptx::prefetch_global_l2(result.bias + result.up_column + first_column + at);
     }
   }
-  if constexpr (Rules::kHasResidual && Rules::kVectorResidual == 2) {
+  if constexpr (Rules::kHasResidual && !Rules::kTmaResidual && Rules::kVectorResidual == 2) {
     constexpr int kLines = kColumns / kSlabColumns;  // of a row: a slab's columns are a line
 #pragma unroll 1
     for (int i = lane; i < kRowTiles * 16 * kLines; i += 32) {

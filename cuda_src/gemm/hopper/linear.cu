@@ -29,12 +29,13 @@
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kConsumers, kMinBlocks,
-//   kPingPong, kSplit, kPushSums, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual, kActivation, kRowNorm,
-//   kSpareWarps, kStatistics, kTmaStore, kVectorY, kVectorBias, kVectorResidual (1 or 2: elements an access),
-//   kProducerRegisters, kConsumerRegisters.
-// Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map 64 x 16, unused
-//   without kTmaStore.
-// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), with kSpareWarps MomentsBoard::kBytes besides (row_norm.cuh).
+//   kPingPong, kSplit, kPushSums, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
+//   kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual
+//   (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
+// Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map and residual_map
+//   64 x 16, unused without kTmaStore and kTmaResidual.
+// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh); then with kTmaResidual a barrier a warp, with kSpareWarps
+//   MomentsBoard::kBytes (row_norm.cuh).
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/warpgroup_turns.cuh"
@@ -70,10 +71,17 @@ static_assert(kGroupColumns % gemm::kSlabColumns == 0, "a consumer has whole sla
 static_assert(kSplit == 1 || !kPingPong, "the blocks of a cluster have one tile");
 static_assert(kStages >= 2, "a stage is released only when the products of the next have been issued");
 
+// Of a warp: slabs that it finishes of a tile, and buffers for them.
+constexpr int kAcross = kGroupColumns / (kGated ? 2 : 1) / gemm::kSlabColumns, kSlabs = kRowTiles * kAcross;
+constexpr int kBuffers = kTmaResidual && kSlabs > gemm::kOutputBuffers ? kSlabs : gemm::kOutputBuffers;
+static_assert(!kTmaResidual || (kHasResidual && kTmaStore && kSplit == 1), "slabs of a residual that TMA can bring");
+
 // The epilogue; the names are the prelude's.
 struct Rules {
   static constexpr gemm::Activation kActivation = static_cast<gemm::Activation>(::kActivation);
   static constexpr bool kHasBias = ::kHasBias, kHasResidual = ::kHasResidual, kTmaStore = ::kTmaStore;
+  static constexpr bool kTmaResidual = ::kTmaResidual;
+  static constexpr int kBuffers = ::kBuffers;
   static constexpr bool kGated = ::kGated, kStatistics = ::kStatistics;
   static constexpr gemm::RowNorm kRowNorm = static_cast<gemm::RowNorm>(::kRowNorm);
   static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = ::kVectorResidual;
@@ -89,7 +97,8 @@ static_assert(kTmaStore || !kStatistics, "a lane has whole eights of columns");
 static_assert(!kGated || (kSplit == 1 && !kShareColumns && !kHasResidual), "a warp has gates and ups of its columns");
 
 constexpr int kBoxes = kGated && kSharers == 1 ? 2 : kSharers;  // of a stage's weight along K
-using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
+using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers, kBuffers>;
+constexpr int kLandedBytes = kTmaResidual ? 4 * kConsumers * 8 : 0;  // a barrier a warp
 constexpr int kCluster = kSplit * kSharers;  // blocks
 static_assert(kSplit == 1 || kSharers == 1, "blocks of a cluster share a tile or a weight");
 
@@ -141,7 +150,8 @@ __device__ __forceinline__ void skip_stages(Ring& ring, int count) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-                  const __grid_constant__ TensorMap y_map, const Bias* bias, const Element* residual, Element* y,
+                  const __grid_constant__ TensorMap y_map, const __grid_constant__ TensorMap residual_map,
+                  const Bias* bias, const Element* residual, Element* y,
                   int rows, int columns, int depth, int gate_column, int up_column, i64 bias_stride,
                   i64 residual_stride, i64 residual_column_stride, i64 y_stride, i64 y_column_stride,
                   const float* statistics, float epsilon, const Bias* gamma, float* y_statistics,
@@ -160,13 +170,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int k_tiles = static_cast<int>(static_cast<i64>(all_k_tiles) * (k_part + 1) / kSplit) - first_k;
 
   Ring ring(smem + Layout::kRing);
-  const Board board{smem + Layout::kBytes};
+  const Board board{smem + Layout::kBytes + kLandedBytes};
+  u64* const landed = reinterpret_cast<u64*>(smem + Layout::kBytes);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
     if constexpr (kTmaStore) ptx::prefetch_tensormap(&y_map);
     ring.initialise(kSharers * (kPingPong ? 4 : 4 * kConsumers));
     if constexpr (kSpareWarps) board.initialise();
+    if constexpr (kTmaResidual) {
+      ptx::prefetch_tensormap(&residual_map);
+      for (int i = 0; i < 4 * kConsumers; ++i) ptx::mbarrier_init(landed + i, 1);
+    }
     ptx::fence_mbarrier_init();
   }
   if constexpr (kSharers > 1) {
@@ -180,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       bias,   kVectorBias == 2 ? 1 : bias_stride,
       {residual, {residual_stride}, kVectorResidual == 2 ? 1 : residual_column_stride},
       {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride},
-      &y_map, rows, columns, gate_column, up_column, gamma, y_statistics};
+      &y_map, &residual_map, rows, columns, gate_column, up_column, gamma, y_statistics};
   const gemm::Operands<Element> operands = {x, w, x_stride, w_stride_k, w_stride_n, rows, columns, depth};
   const auto weight_columns = [&](const gemm::TileIndex& tile) {
     return gemm::TileColumns{gate_column + tile.n * kOutN, up_column + tile.n * kOutN, kGated ? kOutN : kBlockN};
@@ -253,7 +268,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                        ? wgmma_descriptor_mn_major<gemm::kSpan>(group_w, gemm::kStageDepth * gemm::kSpan)
                        : wgmma_descriptor_k_major<gemm::kSpan>(group_w);
   gemm::OutputBuffers buffers{smem + Layout::kOutput +
-                              (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
+                                  (consumer * 4 + warp) * kBuffers * gemm::kWarpSlabBytes,
+                              landed + consumer * 4 + warp};
 
   if (kPingPong && consumer == 1) skip_stages(ring, k_tiles);
   u32 round = 0;
@@ -276,6 +292,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       constexpr int kRowTilesOut = kInUnits ? 1 : kRowTiles;
       constexpr int kColumnsOut = kInUnits ? gemm::kSlabColumns : kGroupColumns / (kGated ? 2 : 1);
       gemm::prefetch_inputs<Rules, kRowTilesOut, kColumnsOut>(result, first_row, first_column);
+    }
+    if constexpr (kTmaResidual) {
+      buffers.template fetch<kRowTiles, kAcross>(&residual_map, first_row, first_column, rows, columns);
     }
     gemm::RowMoments<kRowTiles> moments = {};
     bool is_cancelled = false;

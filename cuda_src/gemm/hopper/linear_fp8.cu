@@ -44,6 +44,8 @@ static_assert(kBlockN == kScaledDepth, "a tile's columns have one scale");
 struct Rules {
   static constexpr gemm::Activation kActivation = gemm::Activation::kNone;
   static constexpr bool kHasBias = ::kHasBias, kHasResidual = false, kTmaStore = ::kTmaStore;
+  static constexpr bool kTmaResidual = false;
+  static constexpr int kBuffers = gemm::kOutputBuffers;
   static constexpr bool kGated = false, kStatistics = false;
   static constexpr gemm::RowNorm kRowNorm = gemm::RowNorm::kNone;
   static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = 1;
@@ -156,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                               (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
   const gemm::Result<Element, Bias> result = {
       bias, kVectorBias == 2 ? 1 : bias_stride, {nullptr, {0}, 1},
-      {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride}, &y_map, rows, columns, 0, 0, nullptr, nullptr};
+      {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride}, &y_map, nullptr, rows, columns, 0, 0, nullptr, nullptr};
 
   for (int number = block; number < tiles; number += blocks) {
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);

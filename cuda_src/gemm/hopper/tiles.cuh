@@ -20,15 +20,15 @@ constexpr int kSpan = 128;                     // bytes of a row: the swizzle
 constexpr int kSlabColumns = kSpan / 2;        // 16-bit elements of such a row
 constexpr int kStepDepth = 16;                 // elements of K in one wgmma
 constexpr int kWarpSlabBytes = 16 * kSpan;     // a warp's 16 rows x 64 columns of y on their way out
-constexpr int kOutputBuffers = 2;              // of each warp
+constexpr int kOutputBuffers = 2;              // of each warp, where they do not receive a residual
 
-template <int kBlockM, int kBlockN, int kStageCount, int kConsumerWarps>
+template <int kBlockM, int kBlockN, int kStageCount, int kConsumerWarps, int kBuffers = kOutputBuffers>
 struct HopperLayout {
   static constexpr int kBytesX = kBlockM * kSpan;
   static constexpr int kBytesW = kBlockN * kSpan;
   static constexpr int kStageBytes = kBytesX + kBytesW;
   static constexpr int kOutput = kStageCount * kStageBytes;
-  static constexpr int kRing = kOutput + kConsumerWarps * kOutputBuffers * kWarpSlabBytes;
+  static constexpr int kRing = kOutput + kConsumerWarps * kBuffers * kWarpSlabBytes;
   static constexpr int kBytes = kRing + StageRing<kStageCount>::kBytes;
   static_assert(kBlockM % 64 == 0 && kBlockM <= 256, "whole wgmma tiles, and one TMA box for x");
   static_assert(kBlockN % kSlabColumns == 0 && kBlockN <= 256, "whole slabs, and one wgmma across");
