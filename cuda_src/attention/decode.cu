@@ -166,6 +166,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                          key_lengths.first_key(keys), keys, kPaging == 2 ? key_lengths.offset(sequence) : 0);
     };
 
+    const typename Source::KeyTargets key_targets;
+    const typename Source::ValueTargets value_targets;
     // The warp's tiles to fetch, kStages ahead of the products. `found` holds 32 of them, one a lane; the table's entries of
     // the next 32 are asked for half way.
     Cursor search = walk;
@@ -188,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           place = source.of_key(place, entry);
           if (holder < 31) entry = source.look_up(Source::of_lane(found, holder + 1));
         }
-        source.copy(ring + stage * Stage::kBytes, place);
+        source.copy(ring + stage * Stage::kBytes, place, key_targets, value_targets);
         ++fetched;
       }
       ptx::cp_async_commit_group();

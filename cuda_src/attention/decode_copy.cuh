@@ -8,6 +8,8 @@
 // lane tells is where they begin, in elements. Else each lane looks up the block of one key; that entry is asked for one
 // tile ahead.
 //
+// Where a lane's pieces go in a tile is found once, too (CopyTargets).
+//
 // What is not a key of the sequence is filled with zeros: 0 times NaN is NaN, so a weight of zero would not hide it.
 #pragma once
 
@@ -26,6 +28,28 @@ struct StageLayout {
   static constexpr int kValues = Keys::kBytes;
   static constexpr int kScale = kValues + Values::kBytes;
   static constexpr int kBytes = kScale + (kTokenScales ? 2 * kTileKeys * 4 : 0);
+};
+
+// Where a lane's pieces of kCopyBytes go in a tile, when all its trips have the same piece of a row.
+template <class T, int kCopyBytes>
+struct CopyTargets {
+  static constexpr int kPieces = T::kRowBytes / kCopyBytes;  // of a row
+  static constexpr bool kRegular = 32 % kPieces == 0;
+  static constexpr int kRowsATrip = kRegular ? 32 / kPieces : 1;
+  // swizzle(row + 8) = swizzle(row)
+  static constexpr int kWays = kRegular && T::kSwizzled && kRowsATrip < 8 ? 8 / kRowsATrip : 1;
+  int of[kWays];
+
+  __device__ __forceinline__ CopyTargets() {
+    const int lane = static_cast<int>(threadIdx.x % 32), piece = lane % kPieces;
+#pragma unroll
+    for (int way = 0; way < kWays; ++way)
+      of[way] = kept_in_register(T::offset(lane / kPieces + way * kRowsATrip, 0, piece * kCopyBytes / 16) +
+                                 piece * kCopyBytes % 16);
+  }
+  __device__ __forceinline__ int offset_of(int trip) const {
+    return of[trip % kWays] + trip / kWays * kWays * kRowsATrip * T::kPitch;
+  }
 };
 
 // Of a tile's first key (kLookUpKeys: block and place of the lane's own key when copied).
@@ -48,6 +72,8 @@ template <class Stage, class TableIndex, int kPaging, bool kWholeTiles, bool kSa
           int kCopyBytes, int kPrefetch, int kHeadDim, int kValueDim>
 struct KeySource {
   using Element = typename Stage::Keys::Element;
+  using KeyTargets = CopyTargets<typename Stage::Keys, kCopyBytes>;
+  using ValueTargets = CopyTargets<typename Stage::Values, kCopyBytes>;
   static constexpr bool kLookUpKeys = kPaging == 0 && !kWholeTiles;
   const Element* k;
   const Element* v;
@@ -121,9 +147,11 @@ struct KeySource {
   }
 
   // Starts the copies of this lane, in its current group.
-  __device__ __forceinline__ void copy(unsigned char* stage, const TilePlace& at) const {
-    copy_rows<typename Stage::Keys, kHeadDim>(stage, k, at.k, k_block, k_token, k_head, at);
-    copy_rows<typename Stage::Values, kValueDim>(stage + Stage::kValues, v, at.v, v_block, v_token, v_head, at);
+  __device__ __forceinline__ void copy(unsigned char* stage, const TilePlace& at, const KeyTargets& key_targets,
+                                       const ValueTargets& value_targets) const {
+    copy_rows<typename Stage::Keys, kHeadDim>(stage, k, at.k, k_block, k_token, k_head, at, key_targets);
+    copy_rows<typename Stage::Values, kValueDim>(stage + Stage::kValues, v, at.v, v_block, v_token, v_head, at,
+                                                 value_targets);
     if constexpr (Stage::kScales) {  // lanes 0-15 of keys, 16-31 of values
       const int lane = static_cast<int>(threadIdx.x % 32);
       const int row = lane % kTileKeys;
@@ -155,7 +183,8 @@ struct KeySource {
   // Rows of one of the tensors: from `begin` on, or kLookUpKeys: from each lane's block and place.
   template <class T, int kDim>
   __device__ __forceinline__ void copy_rows(unsigned char* tile, const Element* tensor, i64 begin, i64 block_stride,
-                                            i64 token_stride, i64 head_stride, const TilePlace& at) const {
+                                            i64 token_stride, i64 head_stride, const TilePlace& at,
+                                            const CopyTargets<T, kCopyBytes>& targets) const {
     constexpr int kPieces = T::kRowBytes / kCopyBytes;  // of a row
     constexpr int kPerPiece = kCopyBytes / static_cast<int>(sizeof(Element));
     constexpr int kTrips = kTileKeys * kPieces / 32;
@@ -169,11 +198,7 @@ struct KeySource {
     if constexpr (kRegular) {
       constexpr int kRowsATrip = 32 / kPieces;
       const int first_row = lane / kPieces, piece = lane % kPieces;
-      const int chunk = piece * kCopyBytes / 16 ^ T::swizzle(first_row);
-      unsigned char* first_target = tile + first_row * T::kPitch + piece * kCopyBytes % 16;
-      const auto target = [&](int trip) {
-        return first_target + trip * kRowsATrip * T::kPitch + (chunk ^ T::swizzle(trip * kRowsATrip)) * 16;
-      };
+      const auto target = [&](int trip) { return tile + targets.offset_of(trip); };
       const bool inside = kFullRows || piece * kPerPiece < kDim;
       const Element* source = tensor + (inside ? first_row * token_stride + piece * kPerPiece : 0) + begin;
       const i64 step = inside ? kRowsATrip * token_stride : 0;
@@ -189,7 +214,8 @@ struct KeySource {
       for (int trip = 0; trip < kTrips; ++trip) {
         const int row = first_row + trip * kRowsATrip;
         const bool valid = inside && row >= at.first_valid() && row < at.end_valid();
-        start(target(trip), valid ? source + trip * step : tensor, valid ? kCopyBytes : 0);
+        start(tile + T::offset(row, 0, piece * kCopyBytes / 16) + piece * kCopyBytes % 16,
+              valid ? source + trip * step : tensor, valid ? kCopyBytes : 0);
       }
     } else {
       const i64 own = at.block < 0 ? -1 : at.block * block_stride + at.place * token_stride + at.kv_head * head_stride;

@@ -26,6 +26,8 @@ struct DecodeRows {
   static constexpr float kSlack = 8.0f;        // powers of two that a score may exceed its row's reference by
   static constexpr float kScaleSlack = 16.0f;  // times that a value's scale may exceed the values' reference
 
+  const typename Keys::PairsOfRow keys_read = key_pairs<Keys>();
+  const typename Values::PairsOfRow values_read = value_pairs<Values>();
   u32 queries[kRowTiles][kSteps][2];
   float output[kRowTiles][kColumnTiles][4];
   float reference[kRowTiles][2];
@@ -76,7 +78,7 @@ struct DecodeRows {
                                          const LogitRules& rules, float exponent_scale, float slack) {
     const float* scales = reinterpret_cast<const float*>(tile + Stage::kScale) + lane() / 4;
     float scores[kRowTiles][4];
-    multiply_queries<Keys>(scores, queries, tile);
+    multiply_queries<Keys>(scores, queries, tile, keys_read);
     bool exceeds = false;
     for_each_row([&](int n, int e) {
 #pragma unroll
@@ -112,7 +114,7 @@ struct DecodeRows {
       }
     });
     if constexpr (Stage::kScales) scale_weights(scores, scales + kTileKeys);
-    multiply_weights<Values>(output, scores, tile + Stage::kValues);
+    multiply_weights<Values>(output, scores, tile + Stage::kValues, values_read);
   }
 
   // Writes the state of the rows below `rows`. value_factor: by which all values are multiplied.

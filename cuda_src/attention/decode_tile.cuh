@@ -29,6 +29,11 @@ namespace cki::attention {
 constexpr int kTileKeys = 16;
 constexpr int kTileRows = 8;
 
+// The same value, of which the compiler does not know how it was computed: it cannot compute it again.
+__device__ __forceinline__ int kept_in_register(int value) {
+  return __shfl_sync(kFullWarp, value, static_cast<int>(threadIdx.x % 32));
+}
+
 // 16 rows of keys or values in shared memory, in chunks of 16 bytes; the tile begins at a multiple of 128.
 //
 // Rows of 64 or 128 bytes, or a multiple, follow one another, and a row's chunks change places by an exclusive or with a
@@ -55,6 +60,21 @@ struct CacheTile {
   static __device__ __forceinline__ int offset(int row, int first, int second) {
     return row * kPitch + (first ^ (second ^ swizzle(row))) * 16;
   }
+
+  // Those bytes for the chunks `2 pair + second` of a row, second 0 or 1, for all pairs. They are kept: found again for
+  // every tile, they were a fifth of its instructions.
+  struct PairsOfRow {
+    static constexpr int kWays = !kSwizzled ? 1 : kRowBytes % 128 == 0 ? 4 : 2;
+    int of[kWays];
+
+    __device__ __forceinline__ PairsOfRow(int row, int second) {
+#pragma unroll
+      for (int way = 0; way < kWays; ++way) of[way] = kept_in_register(offset(row, way * 2, second));
+    }
+    __device__ __forceinline__ int offset_of(int pair) const {
+      return of[pair % kWays] + pair / kWays * kWays * 32;
+    }
+  };
 };
 
 // The type in which a cache's elements are multiplied.
@@ -93,19 +113,31 @@ __device__ __forceinline__ Right<Compute> right_operand(const u32 (&words)[2]) {
   return b;
 }
 
+// What ldmatrix reads for a lane: of keys, and of 8- or 16-bit values (transposed).
+template <class KeyTile>
+__device__ __forceinline__ typename KeyTile::PairsOfRow key_pairs() {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return {lane % 16, lane / 16};
+}
+template <class ValueTile>
+__device__ __forceinline__ typename ValueTile::PairsOfRow value_pairs() {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if constexpr (sizeof(typename ValueTile::Element) == 1) return {lane % 16, lane / 16};
+  return {lane % 8 + lane / 16 * 8, lane / 8 % 2};
+}
+
 // scores = keys times queries over the whole head dimension.
 template <class KeyTile, int kRowTiles, int kSteps>
 __device__ __forceinline__ void multiply_queries(float (&scores)[kRowTiles][4],
                                                  const u32 (&queries)[kRowTiles][kSteps][2],
-                                                 const unsigned char* keys) {
+                                                 const unsigned char* keys, const typename KeyTile::PairsOfRow& pairs) {
   using Compute = typename ComputeType<typename KeyTile::Element>::Type;
-  const int lane = static_cast<int>(threadIdx.x % 32);
   // Two chains of additions instead of one, because a warp has little else to do while it waits for one.
   float sums[2][kRowTiles][4] = {};
 #pragma unroll
   for (int chunk = 0; chunk < KeyTile::kRowBytes / 32; ++chunk) {
     u32 words[4];
-    ptx::ldmatrix_x4(words, keys + KeyTile::offset(lane % 16, chunk * 2, lane / 16));
+    ptx::ldmatrix_x4(words, keys + pairs.offset_of(chunk));
     if constexpr (sizeof(typename KeyTile::Element) == 1) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -156,10 +188,10 @@ __device__ __forceinline__ Right<Compute> right_from_weights(const float (&weigh
 // output += values times weights.
 template <class ValueTile, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void multiply_weights(float (&output)[kRowTiles][kColumnTiles][4],
-                                                 const float (&weights)[kRowTiles][4], const unsigned char* values) {
+                                                 const float (&weights)[kRowTiles][4], const unsigned char* values,
+                                                 const typename ValueTile::PairsOfRow& pairs) {
   using Element = typename ValueTile::Element;
   using Compute = typename ComputeType<Element>::Type;
-  const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
   for (int step = 0; step < (sizeof(Compute) == 4 ? 2 : 1); ++step) {
     Right<Compute> b[kRowTiles];
@@ -170,6 +202,7 @@ __device__ __forceinline__ void multiply_weights(float (&output)[kRowTiles][kCol
       for (int n = 0; n < kRowTiles; ++n) multiply_add(output[n][m], a, b[n]);
     };
     if constexpr (sizeof(Element) == 4) {
+      const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
       for (int m = 0; m < kColumnTiles; ++m) {
         Left<Compute> a;
@@ -182,12 +215,11 @@ __device__ __forceinline__ void multiply_weights(float (&output)[kRowTiles][kCol
         add(m, a);
       }
     } else if constexpr (sizeof(Element) == 2) {
-      const int row = lane % 8 + lane / 16 * 8;
 #pragma unroll
       for (int m = 0; m < kColumnTiles; ++m) {
         Left<Compute> a;
         u32 words[4];
-        ptx::ldmatrix_x4_trans(words, values + ValueTile::offset(row, m * 2, lane / 8 % 2));
+        ptx::ldmatrix_x4_trans(words, values + pairs.offset_of(m));
 #pragma unroll
         for (int i = 0; i < 4; ++i) a.set(i, words[i]);
         add(m, a);
@@ -196,7 +228,7 @@ __device__ __forceinline__ void multiply_weights(float (&output)[kRowTiles][kCol
 #pragma unroll
       for (int m = 0; m < kColumnTiles; m += 2) {
         u32 words[4];
-        ptx::ldmatrix_x4_trans(words, values + ValueTile::offset(lane % 16, m, lane / 16));
+        ptx::ldmatrix_x4_trans(words, values + pairs.offset_of(m / 2));
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
           Left<Compute> a;
