@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -21,6 +18,7 @@ from cki.adapter import (
 )
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError
 from cki.tensor import DeviceId, TensorView
+from tests.adapters.programs import run_program
 
 
 class Foreign:
@@ -188,5 +186,5 @@ def test_adapters_import_only_the_framework_of_the_tensor():
         "cki.adapter.adapter_of(Foreign()).begin(['x'], [Foreign()])\n"
         "assert not frameworks & set(sys.modules), frameworks & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = run_program(program)
     assert (done.returncode, done.stderr) == (0, "")

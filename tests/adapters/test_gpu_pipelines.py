@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import cki
 from tests.adapters.gpu import keep_busy
+from tests.adapters.programs import output_of
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
-ROOT = Path(__file__).resolve().parents[2]
 X = np.random.default_rng(0).standard_normal((4096, 1024)).astype(np.float32)
 SQUARE = (np.random.default_rng(1).standard_normal((256, 256)) / 16).astype(np.float16)
 TOKENS = np.random.default_rng(2).standard_normal((4, 64, 256)).astype(np.float16)
@@ -292,8 +288,4 @@ def test_a_child_forked_after_cuda_was_used_says_so():
         "cki.softmax(x, out=out)\n"
         "print(status, float(out.sum()))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert (done.returncode, done.stdout) == (0, "0 4.0\n"), done.stderr
+    assert output_of(program) == "0 4.0\n"

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 
 import cki
 from cki.errors import InvalidArgumentError
+from tests.adapters.programs import output_of
 
 HERE = Path(__file__).parent
 
@@ -78,12 +77,6 @@ def test_the_tests_of_a_fact_exist_and_name_it(fact):
         assert fact in (ast.get_docstring(found) or ""), f"{test} does not name {fact}"
 
 
-def run(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_import_then_fork_then_call():
     """import_is_inert: a fork after the import, and after a call, works in the child."""
     program = (
@@ -99,7 +92,7 @@ def test_import_then_fork_then_call():
         "in_child(); call(); in_child()\n"
         "print('both')\n"
     )
-    assert run(program) == "both\n"
+    assert output_of(program) == "both\n"
 
 
 @pytest.mark.torch
@@ -114,7 +107,7 @@ def test_import_before_and_after_torch(order):
         "with cki.device('sim'):\n"
         "    print(cki.layer_norm(torch.zeros(2, 16)).abs().sum().item())\n"
     )
-    assert run(program) == "0.0\n"
+    assert output_of(program) == "0.0\n"
 
 
 def test_dropout_is_seeded_by_device_memory():

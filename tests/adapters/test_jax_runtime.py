@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +25,9 @@ from cki.adapters import xla_calls  # noqa: E402
 from cki.adapters.xla_calls import XlaCall  # noqa: E402
 from cki.adapters.xla_ffi import Invocation  # noqa: E402
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, LaunchError  # noqa: E402
+from tests.adapters.programs import run_program  # noqa: E402
 
 pytestmark = pytest.mark.jax
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +42,9 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 def run_python(script: str, **environment: str) -> str:
     """Standard output of a script in a process of its own, on the simulated device."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {**os.environ, "CKI_DEVICE": "sim", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **environment}
     begin = "import jax, jax.numpy as jnp, numpy as np, cki, cki.adapters.jax as cki_jax\n"
-    done = subprocess.run(
-        [sys.executable, "-c", begin + script], env=variables, capture_output=True, text=True, timeout=120
-    )
+    variables = {"CKI_DEVICE": "sim", "JAX_PLATFORMS": "cpu", **environment}
+    done = run_program(begin + script, timeout=120, **variables)
     assert done.returncode == 0, done.stderr
     assert "Exception" not in done.stderr
     return done.stdout

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.adapters.programs import run_program
+
 CHECKS = Path(__file__).with_name("keras_checks.py")
-ROOT = CHECKS.parents[2]
 NAMES = [
     line.removeprefix("def check_").partition("(")[0]
     for line in CHECKS.read_text().splitlines()
@@ -29,15 +28,13 @@ def check(backend, directory, device="sim", names=NAMES):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     environment = {
-        **os.environ, "KERAS_BACKEND": backend, "CKI_DEVICE": device, "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "KERAS_BACKEND": backend, "CKI_DEVICE": device, "TF_CPP_MIN_LOG_LEVEL": "3",
         # Like the kernels of the simulated device, XLA's programs are kept from run to run.
         "JAX_COMPILATION_CACHE_DIR": os.path.join(os.environ["CKI_CACHE_DIR"], "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         **({"CUDA_VISIBLE_DEVICES": ""} if device == "sim" else {}),
     }  # fmt: skip
-    command = [sys.executable, str(CHECKS), str(directory), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = run_program(CHECKS, str(directory), *names, timeout=900, **environment)
     assert done.returncode == 0, done.stderr
     failures = [part.partition("end ")[0] for part in done.stdout.split("failed ")[1:]]
     assert not failures, "\n".join(failures)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -15,6 +10,7 @@ tf = pytest.importorskip("tensorflow")
 import cki  # noqa: E402
 import cki.adapters.tensorflow as cki_tf  # noqa: E402
 from tests.adapters.examples import EXAMPLES, X, normal  # noqa: E402
+from tests.adapters.programs import run_program  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
 
@@ -69,20 +65,9 @@ def saved(device, tmp_path):
     return tmp_path
 
 
-def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-    )
-
-
 def test_a_saved_model_runs_in_a_process_that_imports_cki(device, saved):
     """cki before TensorFlow (here it is after); with its shapes, without gradients, and the process ends cleanly."""
-    done = run(LOAD, str(saved), device.kind, CKI_DEVICE=device.kind)
+    done = run_program(LOAD, str(saved), device.kind, CKI_DEVICE=device.kind)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert said[0].startswith("(3, 5, 32)") and "shape=(None, None, 32)" in said[0]
@@ -138,7 +123,7 @@ def test_importing_cki_imports_no_tensorflow_and_hides_nothing():
         "assert spec.origin.endswith('__init__.py')\n"
         "assert importlib.util.find_spec('tensorflow_that_is_not_there') is None\n"
     )
-    done = run(program)
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +12,7 @@ tf = pytest.importorskip("tensorflow")
 import cki  # noqa: E402
 from cki.adapters import known_operations  # noqa: E402
 from cki.errors import InvalidArgumentError, UnsupportedError  # noqa: E402
+from tests.adapters.programs import ROOT, output_of  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
 
@@ -25,7 +22,6 @@ extern "C" __global__ void scale(const float* x, float* y, float factor, int n) 
   if (i < n) y[i] = factor * x[i];
 }
 """
-ROOT = Path(__file__).resolve().parents[2]
 X = np.arange(600, dtype=np.float32).reshape(3, 200)
 
 
@@ -129,12 +125,14 @@ def test_a_saved_model_finds_an_importable_kernel_in_another_process(tmp_path, m
         ):
             tf.function(own_kernels.elsewhere)(tf.constant(X), factor=1.0)
 
-    found = subprocess.run(
-        [sys.executable, "-c", LOADS, str(tmp_path / "model")],
-        env={**os.environ, "CKI_DEVICE": "sim", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert found.stdout.split() == ["1200.0"], found.stderr
+    printed = output_of(
+        LOADS,
+        str(tmp_path / "model"),
+        CKI_DEVICE="sim",
+        CUDA_VISIBLE_DEVICES="",
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+    )
+    assert printed.split() == ["1200.0"]
     for place, why in (
         ("no_such_module:scale", "cannot be imported here: No module named"),
         ("own_kernels:gone", "cannot be imported here: .* has no attribute 'gone'"),

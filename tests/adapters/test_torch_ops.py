@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -17,6 +14,7 @@ from cki import own_operation  # noqa: E402
 from cki.adapters.torch_ops import OPERATORS, schema  # noqa: E402
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
 from cki.ops.table import public_specs  # noqa: E402
+from tests.adapters.programs import output_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 I32 = torch.int32
@@ -210,7 +208,7 @@ def test_the_first_traced_call_loads_the_operators():
         "    y = f(torch.zeros(2, 4))\n"
         "assert torch.equal(y, torch.full((2, 4), 1.25)), y\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    output_of(program)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

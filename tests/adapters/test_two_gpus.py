@@ -5,11 +5,7 @@ TensorFlow's and JAX's tests of two GPUs are in `test_gpu_tensorflow` and `test_
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +14,10 @@ import cki
 from cki.errors import CkiError, DeviceError
 from tests.adapters import calls
 from tests.adapters.gpu import OnGpu, keep_busy
+from tests.adapters.programs import output_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 cupy = pytest.importorskip("cupy")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -284,11 +279,7 @@ def test_kernels_are_loaded_for_each_gpu(order):
         "    assert np.abs(cupy.asnumpy(z) / (x @ x.T) - 1).max() < 0.01\n"
         "print('right')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    assert output_of(program) == "right\n"
 
 
 @pytest.mark.torch
