@@ -89,9 +89,9 @@ def choose_tiles(
 def _candidates(widest: int, itemsize: int, plain: bool) -> tuple[AttentionTiles, ...]:
     """Tiles in order of preference; the first that fits in shared memory is taken."""
     if itemsize == 4:
-        # Output rows of 256 columns and what features keep fill the registers: two warps have fewer pieces to copy.
-        middle = () if widest > 192 and not plain else (AttentionTiles(4, 1, 16),)
-        return AttentionTiles(4, 1, 32), *middle, AttentionTiles(2, 1, 16)
+        if widest > 192 and not plain:  # output rows and what features keep leave registers for few scores
+            return (AttentionTiles(2, 1, 16),)
+        return AttentionTiles(4, 1, 32), AttentionTiles(4, 1, 16), AttentionTiles(2, 1, 16)
     if widest <= 96:
         return AttentionTiles(4, 2 if plain else 1, 64), AttentionTiles(4, 1, 32)
     if widest <= 128:

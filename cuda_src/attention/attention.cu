@@ -65,6 +65,9 @@ constexpr bool kExactWeights = kScaleFirst || sizeof(Element) == 4;
 // hides any key.
 constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask || kDropout;
 constexpr bool kDrops = kHides || kDropsAlways;
+// Whether every tile is tested for what its rows may see, though all may see all of most: the registers of wide rows of
+// fp32 hold no second form of the loop's body and the limits that choose between the two.
+constexpr bool kTestsAlways = kHides && sizeof(Element) == 4 && kValueDim > 192;
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 static_assert(!kDescaled || (kScaleFirst && !kVarlen), "a descale may be negative or 0; it is a batch's and a head's");
@@ -307,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
     if (!warp_has_rows || end_key <= warp_begin || first_key >= warp_end) continue;
     const unsigned char* warp_queries = smem + warp * kWarpRows * QueryTile::kPitch;
-    if (first_key < warp_common_begin || end_key > warp_common_end) {
+    if (kTestsAlways || first_key < warp_common_begin || end_key > warp_common_end) {
       attend_tile<true>(output, softmax, row_of, band, rules, exponent_scale, first_key, warp_queries, stage,
                         dropout);
     } else {
