@@ -73,7 +73,7 @@ __device__ __forceinline__ Place nearest(const LogitRow& row, float largest, int
     if (listed <= kCandidates) {
       for (int i = threadIdx.x; i < listed; i += kThreads) found += condition(list.distances[i], list.tokens[i]);
     } else {
-      row.for_each([&](int token, float logit) {
+      row.for_each<1>([&](int token, float logit) {
         found += condition(__float_as_uint(distance_from(largest, logit)), token);
       });
     }

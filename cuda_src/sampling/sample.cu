@@ -77,6 +77,33 @@ struct Draw {
   }
 };
 
+// A row's first token in the order, and the sum of exp(logit - largest).
+struct Peak {
+  Scored first;
+  float total;
+};
+
+__device__ __forceinline__ float relative(float largest, float logit) {
+  return ptx::ex2_approx(-kLog2E * distance_from(largest, logit));
+}
+
+// One pass: each thread's sum is relative to the largest that it has seen, and to the block's at the end.
+__device__ __forceinline__ Peak peak_of(const LogitRow& row, BlockScratch& scratch) {
+  Peak own{{Max::identity(), kNoToken}, 0.0f};
+  row.for_each_group<2 * kAhead>([&](int first, float (&logits)[kGroup]) {
+    const float before = own.first.value;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i)
+      if (first + i < row.vocabulary) own.first = better_of(own.first, {logits[i], first + i});
+    own.total *= relative(own.first.value, before);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i)
+      if (first + i < row.vocabulary) own.total += relative(own.first.value, logits[i]);
+  });
+  const Scored first = block_best(own.first, scratch);
+  return {first, block_total(own.total * relative(first.value, own.first.value), scratch)};
+}
+
 template <typename T>
 __device__ __forceinline__ T parameter(const T* values, i64 stride, int row, T neutral) {
   return values == nullptr ? neutral : values[row * stride];
@@ -99,15 +126,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   u32* seen_words = 0 <= seen_row && seen_row < seen_count ? seen + seen_row * seen_stride : nullptr;
   const LogitRow plain{logits + r * logits_stride, logits_step, vocabulary, nullptr, 1.0f};
   const float penalty = parameter(repetition_penalty, penalty_stride, r, 1.0f);
+  const Peak peak = peak_of(plain, scratch);
+  const Scored top = peak.first;
   LogitRow row = plain;
-  if (penalty != 1.0f) {
+  Scored first = top;
+  if (penalty != 1.0f && seen_words != nullptr) {
     row.seen = seen_words;
     row.penalty = penalty;
+    first = {Max::identity(), kNoToken};
+    row.for_each([&](int token, float logit) { first = better_of(first, {logit, token}); });
+    first = block_best(first, scratch);
   }
-
-  Scored first{Max::identity(), kNoToken};
-  row.for_each([&](int token, float logit) { first = better_of(first, {logit, token}); });
-  first = block_best(first, scratch);
 
   int token = first.token;
   const float heat = parameter(temperature, temperature_stride, r, 1.0f);
@@ -131,15 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // The softmax of the row as it came.
-  Scored top = first;
-  if (row.seen != nullptr) {
-    top = {Max::identity(), kNoToken};
-    plain.for_each([&](int other, float logit) { top = better_of(top, {logit, other}); });
-    top = block_best(top, scratch);
-  }
-  float total = 0.0f;
-  plain.for_each([&](int, float logit) { total += ptx::ex2_approx(-kLog2E * distance_from(top.value, logit)); });
-  const float log_total = logf(block_total(total, scratch));
+  const float log_total = logf(peak.total);
 
   auto log_share = [&](float logit) { return -distance_from(top.value, logit) - log_total; };
 
