@@ -70,6 +70,22 @@ class Arrays(Protocol):
         """Whether elements are not 0."""
 
 
+class CommonArrays:
+    """What arrays with NumPy's indexing and comparison share of `Arrays`."""
+
+    @staticmethod
+    def take(table: Any, rows: Any) -> Any:
+        return table[rows]
+
+    @staticmethod
+    def shape(x: Any) -> tuple[Any, ...]:
+        return tuple(x.shape)
+
+    @staticmethod
+    def as_bool(x: Any) -> Any:
+        return x != 0
+
+
 Expression = Callable[[Arrays, Inputs, Attributes], tuple[Any, ...]]
 
 

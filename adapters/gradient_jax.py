@@ -18,7 +18,7 @@ from cki.adapters import gradient
 from cki.ops.spec import OpSpec
 
 
-class JaxArrays:
+class JaxArrays(gradient.CommonArrays):  # type: ignore[misc]
     """`cki.adapters.gradient.Arrays` of JAX."""
 
     matmul = staticmethod(jnp.matmul)
@@ -43,14 +43,6 @@ class JaxArrays:
     max = staticmethod(functools.partial(jnp.max, axis=-1, keepdims=True))
 
     @staticmethod
-    def take(table: Any, rows: Any) -> Any:
-        return table[rows]
-
-    @staticmethod
-    def shape(x: Any) -> tuple[Any, ...]:
-        return tuple(x.shape)
-
-    @staticmethod
     def arange(count: Any, like: Any) -> Any:
         return jnp.arange(count)
 
@@ -65,10 +57,6 @@ class JaxArrays:
     @staticmethod
     def like(x: Any, other: Any) -> Any:
         return x.astype(other.dtype)
-
-    @staticmethod
-    def as_bool(x: Any) -> Any:
-        return x != 0
 
 
 ARRAYS = JaxArrays()

@@ -21,7 +21,7 @@ from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
 
 
-class TorchArrays:
+class TorchArrays(gradient.CommonArrays):  # type: ignore[misc]
     """`cki.adapters.gradient.Arrays` of PyTorch."""
 
     matmul = staticmethod(torch.matmul)
@@ -43,10 +43,6 @@ class TorchArrays:
     constant = staticmethod(torch.Tensor.detach)
 
     @staticmethod
-    def take(table: Any, rows: Any) -> Any:
-        return table[rows]
-
-    @staticmethod
     def mean(x: Any) -> Any:
         return x.mean(-1, keepdim=True)
 
@@ -57,10 +53,6 @@ class TorchArrays:
     @staticmethod
     def max(x: Any) -> Any:
         return x.amax(-1, keepdim=True)
-
-    @staticmethod
-    def shape(x: Any) -> tuple[Any, ...]:
-        return tuple(x.shape)
 
     @staticmethod
     def arange(count: Any, like: Any) -> Any:
@@ -77,10 +69,6 @@ class TorchArrays:
     @staticmethod
     def like(x: Any, other: Any) -> Any:
         return x.to(other.dtype)
-
-    @staticmethod
-    def as_bool(x: Any) -> Any:
-        return x != 0
 
 
 ARRAYS = TorchArrays()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from cki.errors import InvalidTypeError
+from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.memory.views import CacheTensor
 
 
@@ -30,3 +30,28 @@ def framework_tensors(
     if type(value) in (tuple, list) and any(isinstance(item, np.ndarray) for item in value):
         return tuple(framework_tensors(operation, item, convert, tensors, hint) for item in value)
     return value
+
+
+def refuse_in_program(
+    call: str,
+    outs: Sequence[Any],
+    stream: Any,
+    runtime: str,
+    tensors: str,
+    problems: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Raise InvalidArgumentError where a traced call is given what the program's runtime decides itself.
+
+    call: "layer_norm inside a tf.function".  runtime: who launches.  tensors: "JAX arrays are immutable".
+    problems: what else is wrong, and what would be right.
+    """
+    found = []
+    if stream is not None:
+        found.append((f"stream is {stream!r}, but {runtime} launches on its own stream", "no stream="))
+    if any(out is not None for out in outs):
+        found.append((f"an output tensor is given, but {tensors}", "no out=; use what is returned"))
+    found += problems
+    if found:
+        raise InvalidArgumentError(
+            call, [problem for problem, _ in found], "; ".join(hint for _, hint in found)
+        )

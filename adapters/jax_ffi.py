@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from cki import dtypes
 from cki.adapters import gradient, known_operations, xla_calls, xla_ffi
+from cki.adapters.immutable import refuse_in_program
 from cki.adapters.jax_batching import batch_leading
 from cki.adapters.xla_calls import XlaCall
 from cki.device import current
@@ -274,18 +275,13 @@ batching.primitive_batchers[primitive] = _batch
 
 def require_graph_arguments(spec: OpSpec, inputs: Sequence[Any], outs: Sequence[Any], stream: Any) -> None:
     """Raise InvalidArgumentError where a traced call is given what XLA decides itself."""
-    problems, hints = [], []
-    if stream is not None:
-        problems.append(f"stream is {stream!r}, but XLA launches on its own stream")
-        hints.append("no stream=")
-    if any(out is not None for out in outs):
-        problems.append("an output tensor is given, but JAX arrays are immutable")
-        hints.append("no out=; use what is returned")
-    for item, tensor in zip(spec.inputs, inputs):
-        if item.written and tensor is not None and not isinstance(tensor, jax.core.Tracer):
-            problems.append(f"{item.name} is written, but it is a constant of the traced function")
-            hints.append(
-                f"{item.name} as an argument of the jitted function, donated, and its new value returned"
-            )
-    if problems:
-        raise InvalidArgumentError(f"{spec.name} inside a traced function", problems, "; ".join(hints))
+    constants = [
+        (
+            f"{item.name} is written, but it is a constant of the traced function",
+            f"{item.name} as an argument of the jitted function, donated, and its new value returned",
+        )
+        for item, tensor in zip(spec.inputs, inputs)
+        if item.written and tensor is not None and not isinstance(tensor, jax.core.Tracer)
+    ]
+    call = f"{spec.name} inside a traced function"
+    refuse_in_program(call, outs, stream, "XLA", "JAX arrays are immutable", constants)

@@ -26,7 +26,7 @@ import cki
 from cki import capture_state
 from cki.adapter import Adapter, IndirectAdapter, adapter_of, type_name
 from cki.adapters import gradient_tensorflow, tf_eager, tf_graph, tf_ops
-from cki.adapters.immutable import framework_tensors
+from cki.adapters.immutable import framework_tensors, refuse_in_program
 from cki.adapters.tf_types import DLPACK_TYPES, TO_TF, EagerTensor, as_tensor_or_variable
 from cki.dlpack import from_capsule
 from cki.dtypes import DType
@@ -161,7 +161,13 @@ def _call(
 ) -> Any:  # fmt: skip
     """The call as an operation of TensorFlow's, or NotImplemented where it goes by DLPack."""
     if not tf.executing_eagerly():
-        _require_graph_arguments(spec, outs, stream)
+        refuse_in_program(
+            f"{spec.name} inside a tf.function",
+            outs,
+            stream,
+            "TensorFlow",
+            "TensorFlow has immutable tensors",
+        )
         if reason := tf_ops.missing():
             raise UnsupportedError(
                 f"{spec.name} cannot be part of a tf.function here", [reason], "eager mode"
@@ -213,19 +219,6 @@ def _warn(reason: str) -> None:
         RuntimeWarning,
         stacklevel=5,
     )
-
-
-def _require_graph_arguments(spec: OpSpec, outs: Sequence[Any], stream: Any) -> None:
-    """Raise InvalidArgumentError where a call in a graph is given what TensorFlow decides itself."""
-    problems, hints = [], []
-    if stream is not None:
-        problems.append(f"stream is {stream!r}, but TensorFlow launches on its own stream")
-        hints.append("no stream=")
-    if any(out is not None for out in outs):
-        problems.append("an output tensor is given, but TensorFlow has immutable tensors")
-        hints.append("no out=; use what is returned")
-    if problems:
-        raise InvalidArgumentError(f"{spec.name} inside a tf.function", problems, "; ".join(hints))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

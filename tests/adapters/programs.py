@@ -24,6 +24,6 @@ def run_program(
 
 def output_of(program: str | Path, *arguments: str, **environment: str) -> str:
     """What it prints; it must end well."""
-    done = run_program(program, *arguments, **environment)
+    done = run_program(program, *arguments, timeout=300, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
