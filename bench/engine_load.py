@@ -1,13 +1,13 @@
-"""The engine under load: prefill, a mix of requests, a leak test, perplexity, and greedy texts against transformers.
+"""The engine under load: prefill, a mix of requests, a leak test, and greedy texts against transformers.
 
     python bench/engine_load.py                              # SmolLM2's weights, and the shapes of Qwen3-8B
     python bench/engine_load.py --parts texts mix --models smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
-Decode steps are `bench/engine.py`'s.  Before anything of a model is timed, a step that follows keys written token by
-token must have the logits of a prefill of the same tokens, which other kernels compute.
+Decode steps are `bench/engine.py`'s, accuracy is `bench/engine_perplexity.py`'s.  Before anything of a model is timed, a
+step that follows keys written token by token must have the logits of a prefill of the same tokens, which other kernels
+compute.
 
     texts       greedy texts of SmolLM2 in f32 are those of transformers, 64 tokens on each of 16 prompts
-    perplexity  of SmolLM2 by element type
     prefill     time to the first token of prompts of 1k and 8k tokens
     mix         64 requests of 16 to 2048 tokens that bring 16 to 256 each, all submitted at once
     leak        10 000 random requests on a tiny model: no block is lost
@@ -37,7 +37,7 @@ PROMPTS = [
     "The opposite of hot is", "A haiku about rain:", "SELECT name FROM", "Dear Sir or Madam,", "The mitochondria",
     "E = mc^2 means",
 ]  # fmt: skip
-PARTS = ("texts", "perplexity", "prefill", "mix", "leak")
+PARTS = ("texts", "prefill", "mix", "leak")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, object]] = []
     if path is not None and "texts" in arguments.parts:
         gate_against_transformers(path)
-    if path is not None and "perplexity" in arguments.parts:
-        rows += perplexity_rows(path)
     names = [name for name in arguments.models if path is not None or name != "smollm2"]
     for name in names if {"prefill", "mix"} & set(arguments.parts) else ():
         llm = load(name, path, arguments.layers)
@@ -195,26 +193,6 @@ def leak_rows(count: int = 10_000) -> Iterator[dict[str, object]]:
         "leak", f"tiny model, {count} requests", "bf16", "cki", elapsed * 1e6, tokens_per_s=round(new / elapsed, 1),
         preemptions=preempted, cached_tokens=shared,
     )  # fmt: skip
-
-
-def perplexity_rows(path: Path) -> Iterator[dict[str, object]]:
-    """Of SmolLM2 on this file's own text, token by token through decode steps, by element type."""
-    text = Path(__file__).read_text(encoding="utf-8")
-    for dtype in ("f32", "f16", "bf16"):
-        llm = LLM(path, dtype=dtype, device="cuda", max_length=1024, max_sequences=1, cache_nbytes=1 << 28)
-        assert llm.tokenizer is not None
-        tokens = llm.tokenizer.encode(text)[:600]
-        sequence = llm.model.cache.allocate_sequence()
-        surprise = 0.0
-        for token, following in zip(tokens, tokens[1:]):
-            llm.model.decode([StepRow(sequence, [token])]).wait()
-            logits = llm.model.logits().numpy()[0].astype(np.float64)
-            surprise -= logits[following] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-        value = float(np.exp(surprise / (len(tokens) - 1)))
-        assert 1 < value < 100, "no language model"
-        yield common.row(
-            "perplexity", f"smollm2, {len(tokens)} tokens", dtype, "cki", 0.0, perplexity=round(value, 4)
-        )
 
 
 def gate_against_transformers(path: Path) -> None:

@@ -181,3 +181,25 @@ def test_a_step_s_launches_are_few(fused, most):
     plan = planner.plan(StepShape(1, 1, True), sim_device("sm_90a"))
     besides = 4 if fused else 5  # what begins a step, embedding, head and sampling; the last norm
     assert (len(plan.steps) - besides) / LLAMA.num_layers <= most
+
+
+@pytest.mark.gpu
+def test_the_captured_graph_holds_these_launches_and_nothing_else():
+    from cki import driver
+    from cki.device import cuda_device
+
+    config = replace(LLAMA, dtype="bf16")
+    placed = DeviceWeights(config, random_weights(config), dtypes.bf16, cuda_device(0), LIMITS.max_length)
+    model = DecoderModel(
+        config, placed, device=cuda_device(0), block_size=4, limits=LIMITS, fused=True, merge_inside=True
+    )
+    program, api = model.program(model.decode_shape(1)), driver.api()
+    with driver.on_device(0):
+        mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        assert int(api.cuStreamBeginCapture(model.stream, mode)[0]) == 0
+        program.launch(model.stream, as_graph=False)
+        status, graph = api.cuStreamEndCapture(model.stream)
+        assert int(status) == 0
+        nodes = api.cuGraphGetNodes(graph)[-1]
+        api.cuGraphDestroy(graph)
+    assert nodes == program.num_kernels == 4 + 6 * config.num_layers
