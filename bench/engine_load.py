@@ -3,7 +3,7 @@
     python bench/engine_load.py                              # SmolLM2's weights, and the shapes of Qwen3-8B
     python bench/engine_load.py --parts texts mix --models smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
-Decode steps are `bench/engine.py`'s, accuracy is `bench/engine_perplexity.py`'s.  Before anything of a model is timed, a
+Decode steps are in `bench/engine.py`, accuracy in `bench/engine_perplexity.py`.  Before anything of a model is timed, a
 step that follows keys written token by token must have the logits of a prefill of the same tokens, which other kernels
 compute.
 

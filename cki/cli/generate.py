@@ -38,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("f32", "f16", "bf16"), help="of weights and activations (default: model's)"
     )
     parser.add_argument(
+        "--quantize", choices=("fp8",), help="keep the layers' matrices as e4m3 codes: half of the bytes"
+    )
+    parser.add_argument(
         "--chat", action="store_true", help="prompts are messages of a user, in the model's template"
     )
     parser.add_argument(
@@ -70,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun = time.perf_counter()
     simulated = {"max_sequences": 8, "max_step_tokens": 256} if kind == "sim" else {}
     options = {**simulated, **({} if arguments.max_length is None else {"max_length": arguments.max_length})}
-    llm = LLM(arguments.model, dtype=arguments.dtype, device=kind, **options)
+    llm = LLM(arguments.model, dtype=arguments.dtype, device=kind, quantize=arguments.quantize, **options)
     given = {name: getattr(arguments, name) for name in _CHOICE if getattr(arguments, name) is not None}
     most = arguments.max_tokens or (_SIMULATED_TOKENS if kind == "sim" else _TOKENS)
     params = replace(llm.default_params, max_tokens=most, stop=arguments.stop, **given)

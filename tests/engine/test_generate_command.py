@@ -38,6 +38,8 @@ def test_it_continues_each_prompt(folder, capsys):
     assert main([*common, "--temperature", "1.5", "--seed", "4", "t5 t6 t7"]) == 0
     drawn = capsys.readouterr()
     assert drawn.out.strip() != first
+    assert main([*common, "--quantize", "fp8", "--dtype", "f16", "t5 t6 t7"]) == 0
+    assert capsys.readouterr().out.startswith("t5 t6 t7")
     assert "3 + 3 tokens" in drawn.err
 
 
