@@ -240,6 +240,19 @@ def test_only_queries_that_see_a_nan_get_it(device, tiles):
     assert np.max(np.abs(out.astype(np.float64)[finite] - truth[finite])) < 0.1
 
 
+def test_descales_of_zero_and_nan(device):
+    """Zero makes all weights alike, NaN the result, of their own batch."""
+    tensors, descales = codes(70, 70, batch=3, dim=16)
+    descales["q_descale"][1] = 0
+    out = check(device, (tensors, descales), SMALL, causal=True)
+    descales["k_descale"][2] = np.nan
+    on_device = {n: device.array(t) for n, t in {**tensors, **descales}.items()}
+    spoilt = device.numpy(cki.attention(**on_device, causal=True))
+    assert np.isnan(spoilt[2]).all()
+    assert np.isfinite(out).all()
+    assert np.isfinite(spoilt[:2]).all()
+
+
 def test_large_codes_take_the_other_form_of_the_exponent(device):
     tensors, descales = codes(70, 100, dim=64)
     descales["q_descale"] = descales["q_descale"] * np.float32(3000)

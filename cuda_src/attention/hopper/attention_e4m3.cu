@@ -184,12 +184,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     const auto descale = [&](const float* p, i64 batch_stride, i64 head_stride) {
       return p[tile.sequence * batch_stride + kv_head * head_stride];
     };
-    // Not 0, by which a hidden key's -inf would become NaN.
-    const float logits = fmaxf(descale(q_descale, q_descale_batch, q_descale_head) *
-                                   descale(k_descale, k_descale_batch, k_descale_head),
-                               1e-30f);
+    // Not 0, by which a hidden key's -inf would become NaN; a NaN stays.
+    const auto positive = [](float factor) { return factor < 1e-30f ? 1e-30f : factor; };
+    const float logits = positive(descale(q_descale, q_descale_batch, q_descale_head) *
+                                  descale(k_descale, k_descale_batch, k_descale_head));
     return Scaling{{scale * logits, softcap, softcap_rate * logits, 0, 0},
-                   kScaleFirst ? kLog2e : fmaxf(scale * logits, 1e-30f) * kLog2e,
+                   kScaleFirst ? kLog2e : positive(scale * logits) * kLog2e,
                    descale(v_descale, v_descale_batch, v_descale_head)};
   };
   const auto finish_scores = [&](float(&scores)[kBlockKeys / 2], const Rows& rows, const Scaling& scaling, auto band_test,
