@@ -27,7 +27,7 @@ from cki import capture_state
 from cki.adapter import Adapter, IndirectAdapter, adapter_of, type_name
 from cki.adapters import gradient_tensorflow, tf_eager, tf_graph, tf_ops
 from cki.adapters.immutable import framework_tensors, refuse_in_program
-from cki.adapters.tf_types import DLPACK_TYPES, TO_TF, EagerTensor, as_tensor_or_variable
+from cki.adapters.tf_types import DLPACK_TYPES, FROM_TF, TO_TF, EagerTensor, as_tensor_or_variable
 from cki.dlpack import from_capsule
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
@@ -56,12 +56,15 @@ class TensorFlowAdapter(IndirectAdapter):
             return [f"{name}: {_IN_GRAPH[0]}; {_IN_GRAPH[1]}"]
         problems = []
         # Before anything else touches the tensor: to_dlpack of a string tensor aborts the process.
-        if tf.as_dtype(tensor.dtype) not in DLPACK_TYPES:
-            problems.append(
-                f"{name} is of dtype {tf.as_dtype(tensor.dtype).name}, which cannot pass; one of "
-                f"{', '.join(known.name for known in DLPACK_TYPES)} (float8: tf.bitcast({name}, tf.uint8))"
-            )
-            return problems
+        dtype = tf.as_dtype(tensor.dtype)
+        if dtype not in DLPACK_TYPES:
+            where = ""
+            if dtype in FROM_TF and not tf_ops.missing():
+                where = f"; it lies on {_concrete(tensor).device}, and passes beside a tensor on a GPU, without stream="
+            return [
+                f"{name} is of dtype {dtype.name}, which cannot pass; one of "
+                f"{', '.join(known.name for known in DLPACK_TYPES)} (float8: tf.bitcast({name}, tf.uint8)){where}"
+            ]
         concrete = _concrete(tensor)
         if "GPU" in concrete.device and "GPU" not in concrete.backing_device:
             problems.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import ops
 
 from cki import dtypes
 from cki.dtypes import DType
@@ -37,7 +38,8 @@ TO_CODE = {name: int(tf_dtype.as_datatype_enum) for name, tf_dtype in TO_TF.item
 #: floats where they come from NumPy.  It copies them to the device of an operation.
 HOST_KEPT = {TO_CODE[name] for name in ("i32", "e4m3", "e5m2") if name in TO_CODE}
 
-EagerTensor = type(tf.constant(0))
+#: Not the type of a tensor made here: that would initialise TensorFlow's devices before the program configures them.
+EagerTensor = ops.EagerTensor
 
 
 def as_tensor_or_variable(value: Any) -> Any:

@@ -16,6 +16,10 @@ pytestmark = pytest.mark.tensorflow
 
 LOAD = """
 import sys, cki, numpy as np, tensorflow as tf
+# Importing cki beside TensorFlow has not initialised its devices: they may still be configured.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()]
+)
 loaded = tf.saved_model.load(sys.argv[1])
 x, wanted = np.load(sys.argv[1] + "/x.npy"), np.load(sys.argv[1] + "/wanted.npy")
 place = "GPU:0" if sys.argv[2] == "cuda" else "CPU:0"
