@@ -5,13 +5,15 @@ Outputs come from CuPy's current allocator, kernels run on CuPy's current stream
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
 import cupy
-from cupy.cuda import ExternalStream, get_current_stream, runtime
+from cupy.cuda import ExternalStream, alloc, get_current_stream, runtime
 
 from cki import dtypes
 from cki.adapter import ALIGNMENT, Adapter, canonical_strides, stride_problems, type_name
@@ -39,18 +41,24 @@ class CupyAdapter(Adapter):
             return None
         # Built-in dtypes are single objects; an equal one of another's making is rare.  Shape and strides are made
         # anew by each look, 0.1 us each, so they are looked at only where less does not tell.
-        conditions = ["({t}.dtype is {dtype} or {t}.dtype == {dtype})", "{t}.data.device_id == {device}"]
-        is_vector = tensor.ndim == 1
-        conditions.append("{t}.ndim == 1 and len({t}) == {length}" if is_vector else "{t}.shape == {shape}")
+        conditions = ["({t}.dtype is {dtype} or {t}.dtype == {dtype})", "{t}.ndim == {ndim}"]
+        if tensor.ndim in (1, 2):
+            conditions += ["len({t}) == {length}", "{t}.size == {size}"][: tensor.ndim]
+        else:
+            conditions.append("{t}.shape == {shape}")
         is_plain = getattr(tensor, "_c_contiguous", False) is True
         conditions.append("{t}._c_contiguous" if is_plain else "{t}.strides == {strides}")
+        if not _is_only_device():
+            conditions.append("{t}.data.device_id == {device}")
         if not trusted:
             conditions.append("{t}.__class__ is {cls}")
         constants = {
             "shape": tensor.shape, "dtype": tensor.dtype, "device": tensor.data.device_id, "strides": tensor.strides,
-            "cls": type(tensor), "length": tensor.shape[0] if is_vector else 0,
+            "cls": type(tensor), "ndim": tensor.ndim, "size": tensor.size,
+            "length": tensor.shape[0] if tensor.ndim else 1,
         }  # fmt: skip
-        return Guard("{t}.data.ptr", tuple(conditions), constants)
+        # TypeError: of something that is no array and has no length.
+        return Guard("{t}.data.ptr", tuple(conditions), constants, (AttributeError, TypeError))
 
     def check(self, tensor: cupy.ndarray, name: str = "tensor", output: bool = False) -> list[str]:
         problems = []
@@ -85,11 +93,18 @@ class CupyAdapter(Adapter):
         return device_empty(shape, dtype, index, stream)
 
     def allocation(self, shape: tuple[int, ...], dtype: DType, device: DeviceId) -> Expression:
-        if dtype in _WITHOUT_ARRAYS or runtime.getDeviceCount() != 1:
+        if dtype in _WITHOUT_ARRAYS or not _is_only_device():
             return super().allocation(shape, dtype, device)
-        return Expression(
-            "{array}({shape}, {dtype})", {"array": cupy.ndarray, "shape": shape, "dtype": dtype.numpy}
-        )
+        nbytes = math.prod(shape) * dtype.itemsize
+        text = "{array}({shape}, {dtype}, {alloc}({nbytes}))"
+        constants = {
+            "array": cupy.ndarray,
+            "shape": shape,
+            "dtype": dtype.numpy,
+            "alloc": alloc,
+            "nbytes": nbytes,
+        }
+        return Expression(text, constants)
 
     def pointer(self, output: cupy.ndarray) -> int:
         return int(output.data.ptr)
@@ -102,6 +117,12 @@ class CupyAdapter(Adapter):
 
     def current_stream(self, device_index: int) -> Expression:
         return Expression("{stream}({index}).ptr", {"stream": get_current_stream, "index": device_index})
+
+
+@functools.cache
+def _is_only_device() -> bool:
+    """Whether there is one GPU, so that every array is on it and it is always the current one."""
+    return int(runtime.getDeviceCount()) == 1
 
 
 def device_empty(

@@ -25,9 +25,10 @@ from cki.adapters.tf_ops import node, op_name, register, results_of
 from cki.adapters.tf_types import FROM_TF, HOST_KEPT, TO_CODE, EagerTensor, as_tensor_or_variable
 from cki.device import _current, current
 from cki.generated import define
-from cki.ops.call import RECENT_LIMIT, attribute_kinds
+from cki.ops.call import attribute_kinds
+from cki.ops.recent import SteadyCall
 from cki.ops.spec import OpSpec
-from cki.ops.steady import SteadyCall, attribute_tests
+from cki.ops.steady import attribute_tests
 
 #: Kinds of calls that are remembered, and of shapes of each.
 _LIMIT, _SHAPES_LIMIT = 4096, 256
@@ -133,8 +134,7 @@ def _eager_call(
         if found.steady is None:
             found.steady = _steady(known, found, inputs, attributes, place)
         if found.steady is not None and found.steady not in spec.recent:
-            spec.recent.insert(0, found.steady)
-            del spec.recent[RECENT_LIMIT:]
+            spec.recent.add(found.steady)
     return found
 
 

@@ -185,3 +185,35 @@ def test_known_problems_of_a_copied_spec_are_its_own():
     spec = dataclasses.replace(AFFINE)
     assert spec.recent is not AFFINE.recent
     assert spec == AFFINE
+
+
+def test_problems_in_turn_are_expected_in_their_order():
+    """The second time round, no problem is tried that is another's."""
+    spec, tried = dataclasses.replace(AFFINE), []
+    shapes = [(2, 8), (5, 8), (3, 8), (7, 8)]
+
+    def count(known):
+        run = known.call
+        known.call = lambda *args: tried.append(known) or run(*args)
+
+    def once():
+        for shape in shapes:
+            x = torch.randint(-9, 9, shape).float()
+            assert torch.equal(call_module.call(spec, (x, None), (2.0, 0.0, 1), (None,)), 2 * x)
+
+    for _ in range(2):
+        once()
+    for known in spec.recent._known:
+        count(known)
+    assert len(spec.recent._known) == 4
+    once()
+    assert len(tried) == 4
+
+
+def test_more_problems_than_are_kept():
+    spec = dataclasses.replace(AFFINE)
+    for _ in range(3):
+        for rows in range(1, 13):
+            x = torch.full((rows, 8), float(rows))
+            assert torch.equal(call_module.call(spec, (x, None), (2.0, 0.0, 1), (None,)), 2 * x)
+    assert len(spec.recent._known) == 8

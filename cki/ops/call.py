@@ -25,8 +25,6 @@ from cki.ops.steady import steady_call
 
 #: Remembered problems; at the limit the oldest half goes.  An entry takes a few kilobytes.
 _ENTRY_LIMIT = 4096
-#: Problems of one operation that are tried before the key is computed.
-RECENT_LIMIT = 8
 
 
 _entries: dict[tuple[Any, ...], Entry] = {}
@@ -50,8 +48,15 @@ def call(
     DeviceError, UnsupportedError or CompileError before anything is launched, LaunchError when the driver refuses.
     """
     if stream is None:
-        for steady in spec.recent:
-            result = steady(inputs, attributes, outs)
+        recent = spec.recent
+        expected = recent.expected
+        if expected is not None:
+            result = expected.call(inputs, attributes, outs)
+            if result is not None:
+                recent.last = expected
+                recent.expected = expected.next
+                return result
+            result = recent.search(inputs, attributes, outs, expected)
             if result is not None:
                 return result
     elif stream.__class__ is PlanRequest:
@@ -106,9 +111,7 @@ def _remember(
         likeness = entry.adapter.likeness([tensor for tensor in tensors if tensor is not None])
         entry.steady = steady_call(entry, Recognition(guards, likeness), len(inputs), _frozen(attributes))
     if entry.steady is not None:
-        with _write_lock:
-            entry.spec.recent.insert(0, entry.steady)
-            del entry.spec.recent[RECENT_LIMIT:]
+        entry.spec.recent.add(entry.steady)
 
 
 def _frozen(attributes: tuple[Any, ...]) -> tuple[Any, ...]:

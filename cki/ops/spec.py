@@ -14,6 +14,7 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.operand import Operand
+from cki.ops.recent import Recent
 from cki.plan import Plan
 
 
@@ -95,7 +96,7 @@ class OpSpec:
         the caller gave `out=` of other strides) and the device.  Pure: no GPU needed.
     in_place: (output, input) pairs that may be one and the same view; any other overlap of an output with an
         input is refused.
-    recent: the functions of the last few problems (`cki.ops.steady`), the newest first.
+    recent: the last few problems, with their functions (`cki.ops.steady`).
     """
 
     name: str
@@ -106,4 +107,4 @@ class OpSpec:
     infer: Callable[[Problem], Mapping[str, OutputSpec]]
     plan: Callable[[Problem, Mapping[str, Operand], DeviceInfo], Plan]
     in_place: tuple[tuple[str, str], ...] = ()
-    recent: list[Callable[..., Any]] = field(default_factory=list, init=False, repr=False, compare=False)
+    recent: Recent = field(default_factory=Recent, init=False, repr=False, compare=False)

@@ -21,9 +21,8 @@ from cki.dtypes import u8
 from cki.generated import Expression, define
 from cki.ops.entry import WORKSPACE_ALIGNMENT, Entry
 from cki.ops.match import Recognition
+from cki.ops.recent import SteadyCall
 
-#: (inputs, attributes, outs) -> the call's result, or None when it is another problem.
-SteadyCall = Callable[[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], Any]
 #: (out, stream, *inputs) -> the call's result or an error: for what is not as planned, and for calls that are rare.
 GeneralCall = Callable[..., Any]
 
