@@ -229,9 +229,11 @@ def plan_attention(
     cache; lse is [heads, tokens].
     """
     batch, queries, heads, head_dim = q.shape
-    keys, kv_heads, value_dim = v.shape[1:]
     if not batch * queries * heads:
         return ()
+    if descales is None and not (k.strides[2] or v.strides[2]):  # heads that share memory are one head
+        k, v = (t.view((*t.shape[:2], 1, t.shape[3]), t.strides) for t in (k, v))
+    keys, kv_heads, value_dim = v.shape[1:]
     group = heads // kv_heads
     q, k, v = as_e4m3(q), as_e4m3(k), as_e4m3(v)
     element = dtypes.f16 if descales else q.dtype  # of the generic kernel's products

@@ -31,7 +31,7 @@ from cki.ops.packed_sequences import PackedSequences
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 #: Parameters before and after those that the generic kernel has too.
-_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf" + "i" * 5
+_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf" + "i" * 7
 _ARCH = "sm_90a"
 #: Keys that one TMA copy brings at least: whole patterns of every swizzle.
 _BOX_KEYS = 16
@@ -43,7 +43,7 @@ def hopper_obstacles(
     q: Operand, k: Operand, v: Operand, device: DeviceInfo, packed: PackedSequences | None = None
 ) -> list[str]:
     """Every reason why the Hopper kernel cannot compute attention over these operands; empty when it can."""
-    found = layout_obstacles(q, k, v, device)
+    found = layout_obstacles(q, k, v, device, may_share=(k, v))
     if q.dtype not in (dtypes.f16, dtypes.bf16):
         found.append(f"q has dtype {q.dtype}: it takes f16 and bf16")
     if packed is not None and packed.block_table is not None and k.shape[1] % _BOX_KEYS:
@@ -51,8 +51,13 @@ def hopper_obstacles(
     return found
 
 
-def layout_obstacles(q: Operand, k: Operand, v: Operand, device: DeviceInfo) -> list[str]:
-    """The reasons that lie in the device and in strides and addresses."""
+def layout_obstacles(
+    q: Operand, k: Operand, v: Operand, device: DeviceInfo, may_share: tuple[Operand, ...] = ()
+) -> list[str]:
+    """The reasons that lie in the device and in strides and addresses.
+
+    may_share: tensors of which all batches may be one in memory (stride 0).
+    """
     found = []
     if device.arch != _ARCH:
         found.append(f"it needs {_ARCH}, the device is {device.arch}")
@@ -63,7 +68,9 @@ def layout_obstacles(q: Operand, k: Operand, v: Operand, device: DeviceInfo) -> 
             found.append(f"{name} has stride {tensor.strides[3]} along head_dim, not 1")
         if not tensor.is_aligned(16):
             found.append(f"{name}'s rows do not begin at multiples of 16 bytes")
-        if any(extent > 1 and stride <= 0 for extent, stride in zip(tensor.shape[:3], tensor.strides)):
+        first = 1 if tensor in may_share and tensor.strides[0] == 0 else 0
+        axes = zip(tensor.shape[first:3], tensor.strides[first:3])
+        if any(extent > 1 and stride <= 0 for extent, stride in axes):
             found.append(f"{name} has strides {tensor.strides}, which repeat or reverse an axis")
         if any(stride * tensor.dtype.itemsize >= 1 << 40 for stride in tensor.strides):
             found.append(f"{name} has strides {tensor.strides}, beyond 2**40 bytes")
@@ -108,13 +115,20 @@ def preferred_packed(
 
 def _tensor_map(tensor: Operand, rows: int, columns: int) -> TensorMapArg:
     """Boxes of `rows` tokens x `columns` elements of one head; [batch, tokens, heads, dim] innermost first."""
-    batch, tokens, heads, dim = tensor.shape
+    _, tokens, heads, dim = tensor.shape
+    batch = _batches(tensor)
     itemsize = tensor.dtype.itemsize
     # An axis of extent 1 may have any stride, also one that a tensor map does not take.
-    strides = tuple(tensor.strides[axis] * itemsize if tensor.shape[axis] > 1 else 16 for axis in (1, 2, 0))
+    extents = (batch, tokens, heads)
+    strides = tuple(tensor.strides[axis] * itemsize if extents[axis] > 1 else 16 for axis in (1, 2, 0))
     return TensorMapArg(
         tensor, (dim, tokens, heads, batch), strides, (columns, rows, 1, 1), columns * itemsize
     )
+
+
+def _batches(tensor: Operand) -> int:
+    """How many batches lie in memory: one where all share it."""
+    return tensor.shape[0] if tensor.strides[0] else 1
 
 
 def _key_stride(tensor: Operand | None) -> int:
@@ -195,7 +209,8 @@ def plan_hopper(
         _tensor_map(v, box_keys, value_box),
     )
     step = Step(
-        kernel, (blocks, 1, 1), (tiles.threads, 1, 1), (*maps, counter, *arguments, *order),
+        kernel, (blocks, 1, 1), (tiles.threads, 1, 1),
+        (*maps, counter, *arguments, *order, _batches(k) - 1, _batches(v) - 1),
         tiles.shared_memory(key_columns, value_columns, packed is not None), programmatic=is_dynamic,
         reason=f"wgmma and TMA, {tiles}",
     )  # fmt: skip

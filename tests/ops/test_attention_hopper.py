@@ -109,6 +109,24 @@ def test_head_dims(device, dtype, dim, value_dim):
     check(device, q, k, v, causal=True)
 
 
+@pytest.mark.parametrize("shared", ["heads", "batches", "both", "values of batches"])
+def test_keys_and_values_that_are_shared(device, shared):
+    """Stride 0: one KV head for all heads, one sequence of keys for all batches."""
+    q, k, v = qkv(F16, 70, 90, heads=4, kv_heads=4, dim=16, batch=3)
+    heads = slice(0, 1) if shared in ("heads", "both") else slice(None)
+    batches = slice(0, 1) if shared != "heads" else slice(None)
+    stored = {"k": k[batches, :, heads] if shared != "values of batches" else k, "v": v[batches, :, heads]}
+    k, v = (np.broadcast_to(stored[name], k.shape) for name in "kv")
+    given = [device.array(np.ascontiguousarray(t)) for t in stored.values()]
+    if device.kind == "cuda":
+        import cupy
+
+        given = [cupy.broadcast_to(t, k.shape) for t in given]
+    else:
+        given = [np.broadcast_to(t, k.shape) for t in given]
+    check(device, q, k, v, given=(device.array(q), *given), causal=True)
+
+
 @pytest.mark.parametrize(
     ("dim", "tiles"),
     [(64, HopperTiles(3, 128)), (128, HopperTiles(2, 176)), (256, HopperTiles(2, 80, 2, False))],

@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     int sequences, int blocks, int block_size,  //
     const u64* __restrict__ dropout_seed, const u64* __restrict__ dropout_offset, u32 dropout_threshold,
     float dropout_factor,  //
-    int row_blocks, int batch_heads, int section_heads, int section_tiles, int tiles) {
+    int row_blocks, int batch_heads, int section_heads, int section_tiles, int tiles,  //
+    int last_key_batch, int last_value_batch) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
@@ -135,19 +136,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       return box;
     };
+    // last_batch: 0 where all batches share their keys or values (stride 0), which the tensor map holds once.
     const auto load_rows = [&](auto type, int place, const TensorMap* map, u64* full, const SequenceTile& tile, int j,
-                               const BoxEntry<TableIndex>& box) {
+                               const BoxEntry<TableIndex>& box, int last_batch) {
       using Type = decltype(type);
       if constexpr (kPaged) {
         load_paged_tile<Type, kBoxKeys>(smem + place, map, full, box.place(blocks), tile.head / group, is_issuer);
       } else {
-        load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, tile.head / group, batch_of(tile));
+        load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, tile.head / group,
+                        min(batch_of(tile), last_batch));
       }
     };
     const auto load_keys = [&](const SequenceTile& tile, int j, const BoxEntry<TableIndex>& box) {
       key_ring.wait_empty();
       load_rows(KeyTile{}, Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map, key_ring.full + key_ring.stage, tile,
-                j, box);
+                j, box, last_key_batch);
       key_ring.advance();
     };
     const auto load_values = [&](const SequenceTile& tile, int j, const BoxEntry<TableIndex>& box) {
@@ -156,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       const int unused = (j + 1) * kBlockKeys - tile.keys;  // keys of the tile that do not exist
       const bool is_cleared = kPaged && unused > 0 && tile.keys % block_size != 0;
       u64* const full = value_ring.full + value_ring.stage;
-      load_rows(ValueTile{}, place, &v_map, is_cleared ? tail.full : full, tile, j, box);
+      load_rows(ValueTile{}, place, &v_map, is_cleared ? tail.full : full, tile, j, box, last_value_batch);
       if (is_cleared) {
         tail.wait_full();
         tail.advance();
