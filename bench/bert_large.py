@@ -8,8 +8,9 @@
     python bench/bert_large.py --plan                           # launches of a layer and what they should take; no GPU
 
 fp16, the same random weights for all: CKI takes them as a state dict, prepared and captured as a graph; torch SDPA and
-torch.compile max-autotune are replayed from CUDA graphs; tf.function and TF XLA where TensorFlow with a GPU imports.
-compile, tf and xla run in processes of their own, each with a time limit for its preparation (--limit).
+torch.compile max-autotune are replayed from CUDA graphs; tf.function, TF XLA and CKI inside TensorFlow (a Keras model
+in a tf.function) where TensorFlow with a GPU imports.  compile, tf, xla and keras run in processes of their own, each
+with a time limit for its preparation (--limit).
 
 Before timing, every output is compared with torch's in float32: ours may have twice the largest error of torch SDPA,
 plus 1e-5 of the largest value, or the program ends; another baseline with four times that error is left out.  A time is
@@ -52,6 +53,7 @@ PEERS = {
     "compile": Peer("torch.compile", "peers_torch:Compiled", True),
     "tf": Peer("tf.function", "peers_tensorflow:tf_function", False),
     "xla": Peer("TF XLA", "peers_tensorflow:tf_xla", False),
+    "keras": Peer("cki in Keras", "peers_keras:keras_function", False),
 }
 SDPA, CKI, GEMM = "torch SDPA", "cki", "GEMM"
 

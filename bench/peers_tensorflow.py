@@ -39,8 +39,7 @@ class TensorFlow:
         self._ids = tf.constant(bert_model.token_ids(self._model, problem))
         self._mask = None
         if problem.lengths:
-            hidden = ~bert_model.kept_tokens(problem)[:, None, None, :]
-            self._mask = tf.cast(tf.constant(hidden), tf.float16) * -30000.0
+            self._mask = self._mask_of(bert_model.kept_tokens(problem))
 
         def forward(ids: Any, mask: Any) -> Any:
             return self._forward(ids, mask, problem.pre_ln)
@@ -50,6 +49,12 @@ class TensorFlow:
             output = self._function(self._ids, self._mask)
         rows: Array = tf.cast(output, tf.float32).numpy()[bert_model.kept_tokens(problem)]
         return rows
+
+    def _mask_of(self, kept: Array) -> Any:
+        """What `_forward` takes for padding.  kept: bool [batch, seq], of the tokens that count."""
+        import tensorflow as tf
+
+        return tf.cast(tf.constant(~kept[:, None, None, :]), tf.float16) * -30000.0
 
     def elapsed_us(self) -> float:
         import tensorflow as tf

@@ -15,7 +15,8 @@ import cki
 pytestmark = pytest.mark.torch
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 MODULES = (
-    "common", "bert_model", "bert_tables", "bert_plan", "peers", "peers_torch", "peers_tensorflow", "bert_large",
+    "common", "bert_model", "bert_tables", "bert_plan", "peers", "peers_torch", "peers_tensorflow", "peers_keras",
+    "bert_large",
 )  # fmt: skip
 
 
@@ -93,6 +94,20 @@ def test_tensorflow_computes_it_too(bert, tiny, factory, which):
 
     peer = getattr(peers_tensorflow, factory)(tiny, "cpu")
     for problem in problems(bert)[which]:
+        truth = bert.peers_torch.truth(tiny, problem, "cpu")
+        assert np.abs(peer.prepare(problem) - truth).max() < 4e-3 * np.abs(truth).max()
+        assert peer.elapsed_us() > 0
+
+
+@pytest.mark.tensorflow
+def test_cki_in_a_keras_model_computes_it_too(bert, tiny):
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("Keras runs on another backend")
+    import peers_keras
+
+    peer = peers_keras.keras_function(tiny, "cpu")
+    for problem in problems(bert)[::3]:
         truth = bert.peers_torch.truth(tiny, problem, "cpu")
         assert np.abs(peer.prepare(problem) - truth).max() < 4e-3 * np.abs(truth).max()
         assert peer.elapsed_us() > 0
