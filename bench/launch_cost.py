@@ -16,6 +16,7 @@ Each call's result is compared with the framework's own before it is timed.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from cki import driver, reference, tensor_map
 from cki.adapter import adapter_of
 from cki.arguments import ArgumentBlock, lay_out
 from cki.cuda_launch import CudaExecutable
-from cki.ops.call import find_entry
+from cki.ops.call import Planned, PlanRequest, find_entry
+from cki.ops.entry import WORKSPACE_ALIGNMENT
 from cki.ops.norm import LAYER_NORM
 
 ROWS, WIDTH = 64, 1024
@@ -72,7 +74,50 @@ def torch_cases() -> list[Case]:
         Case(EMPTY, lambda: torch.empty_like(x)),
         *norm_cases(x, weight, bias, out, difference, lambda: out.zero_()),
         Case("cki.attention", lambda: cki.attention(q, k, v, causal=True), None, True, True),
+        *several_launches(tensor),
     ]
+
+
+def several_launches(tensor: Callable[..., Any]) -> Iterator[Case]:
+    """The launches of fused attention and of an encoder layer, one by one and as the graph of a held plan.
+
+    On one memory, with nothing allocated: what is compared is how they reach the driver.
+    """
+    import torch
+
+    x, square = tensor(2, 16, WIDTH), [tensor(WIDTH, WIDTH) * WIDTH**-0.5 for _ in range(4)]
+    wide, narrow = tensor(WIDTH, 4 * WIDTH) * WIDTH**-0.5, tensor(4 * WIDTH, WIDTH) * WIDTH**-0.5
+    operations: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+        "fused attention": (cki.fused_attention, square),
+        "encoder layer": (cki.encoder_layer, [*square, wide, narrow]),
+    }
+    for name, (function, weights) in operations.items():
+        call = functools.partial(function, x, *weights, num_heads=16, head_dim=WIDTH // 16)
+        expected = call()
+        try:
+            call(stream=PlanRequest())
+        except Planned as planned:
+            spec, inputs, attributes, outs = planned.spec, planned.inputs, planned.attributes, planned.outs
+        entry, pointers = find_entry(spec, adapter_of(x), inputs + outs, attributes)
+        executable = entry.executable
+        assert executable is not None
+        out = torch.zeros_like(expected)
+        space = torch.empty(entry.workspace_nbytes, dtype=torch.uint8, device="cuda")
+        base = -(-space.data_ptr() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        words = [*pointers, out.data_ptr(), *(base + offset for offset in entry.workspace_offsets)]
+        steps = len(executable.plan.steps)
+        for how, repeated in (("one by one", False), ("as a graph", True)):
+            launch = executable.launcher(repeated)
+            out.zero_()
+            for _ in range(20):
+                launch(0, *words)
+            if not torch.equal(out, expected):
+                raise SystemExit(f"{name}, {how}: wrong")
+            # The memory is kept by the function's default.
+            yield Case(
+                f"{steps} launches of {name}, {how}",
+                lambda launch=launch, words=words, kept=(out, space): launch(0, *words),  # type: ignore[misc]
+            )
 
 
 def cupy_cases() -> list[Case]:
