@@ -42,6 +42,8 @@ WAYS = {
     "bf16": Way({"dtype": "bf16"}, 64),
     "bf16, e4m3 weights (W8A16)": Way({"dtype": "bf16", "quantize": "fp8"}, 16),
     "bf16, e4m3 weights (W8A8)": Way({"dtype": "bf16", "quantize": "fp8"}, 64),
+    "bf16, e4m3 cache": Way({"dtype": "bf16", "kv_dtype": "e4m3"}, 64),
+    "bf16, e4m3 weights (W8A16) and cache": Way({"dtype": "bf16", "quantize": "fp8", "kv_dtype": "e4m3"}, 16),
 }
 
 

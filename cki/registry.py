@@ -27,6 +27,7 @@ FAMILIES = {
     "paged": "cki.ops.paged",
     "pointwise": "cki.ops.pointwise_kernels",
     "sampling": "cki.ops.sampling",
+    "gather_cache": "cki.ops.gather_cache",
 }
 
 

@@ -94,6 +94,7 @@ class LLM:
     quantize: "fp8" keeps the layers' matrices as e4m3 codes with a scale for each block of 128 x 128, the file's or
         quantised on load: half of the bytes that a decode step reads.
 
+    kv_dtype: "e4m3" keeps keys and values as codes with a scale a token and head: half of the cache's bytes.
     default_params: of requests that name none: what the model's generation_config.json recommends, else greedy;
         `dataclasses.replace(llm.default_params, max_tokens=500)` changes one of them.
 
@@ -105,9 +106,11 @@ class LLM:
         self, model: str | os.PathLike[str], *, dtype: str | None = None, device: str | None = None,
         max_length: int | None = None, max_sequences: int = 64, max_step_tokens: int = 2048, block_size: int = 16,
         cache_nbytes: int | None = None, graphs: bool = True, quantize: str | None = None,
+        kv_dtype: str | None = None,
     ) -> None:  # fmt: skip
         options = EngineOptions(
-            dtype, device, max_length, max_sequences, max_step_tokens, block_size, cache_nbytes, graphs, quantize
+            dtype, device, max_length, max_sequences, max_step_tokens, block_size, cache_nbytes, graphs, quantize,
+            kv_dtype,
         )  # fmt: skip
         files = open_model(model)
         try:
@@ -170,7 +173,7 @@ class LLM:
         self.config, self.tokenizer = config, tokenizer
         self.model = DecoderModel(
             config, place(device, limits.max_length), device=device, limits=limits, block_size=options.block_size,
-            cache_nbytes=options.cache_nbytes, graphs=options.graphs,
+            cache_nbytes=options.cache_nbytes, graphs=options.graphs, kv_codes=options.kv_dtype is not None,
         )  # fmt: skip
         self.engine = Engine(self.model)
 

@@ -27,7 +27,7 @@ from cki.memory import PagedKVCache
 from cki.memory.views import CacheTensor
 from cki.plan import Plan
 
-_UPLOADED = ("given", "tokens", "last_rows")
+_UPLOADED = ("given", "tokens", "last_rows", "cu_seqlens_k")
 _OF_REQUESTS = (*SAMPLING, "ends", "limits")
 _UNLIMITED = 2**31 - 1
 #: Of a GPU's free memory, what the cache leaves for temporary tensors of steps.
@@ -35,11 +35,15 @@ _LEFT_FREE = 0.1
 
 
 class ModelLimits(NamedTuple):
-    """max_sequences: at a time.  max_step_tokens: new tokens of a prefill step.  max_length: tokens of a sequence."""
+    """max_sequences: at a time.  max_step_tokens: new tokens of a prefill step.  max_length: tokens of a sequence.
+
+    max_step_keys: tokens, stored and new, of all sequences of a prefill step; max_length or more.
+    """
 
     max_sequences: int
     max_step_tokens: int
     max_length: int
+    max_step_keys: int = _UNLIMITED
 
 
 class RowSampling(NamedTuple):
@@ -115,13 +119,13 @@ class DecoderModel:
     weights: on that device (`DeviceWeights`); activations and cache are of their type.  cache_nbytes: of keys and
     values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
     graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.  fused,
-    merge_inside: see `DecoderPlanner`.
+    merge_inside, kv_codes: see `DecoderPlanner`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
-        stream: int | None = None, fused: bool = False, merge_inside: bool = False,
+        stream: int | None = None, fused: bool = False, merge_inside: bool = False, kv_codes: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
@@ -130,12 +134,14 @@ class DecoderModel:
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
             config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences,
-            fused, merge_inside, weights.fp8,
+            fused, merge_inside, weights.fp8, kv_codes,
         )  # fmt: skip
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()
         self.cache = self._make_cache(block_size, columns, cache_nbytes)
         self.limits = limits._replace(max_length=min(limits.max_length, self.cache.num_blocks * block_size))
+        if kv_codes:
+            self.limits = self.limits._replace(max_step_keys=columns * block_size)
         geometry = CacheGeometry(self.cache.num_blocks, block_size, columns)
         self._planner = replace(self._planner, cache=geometry)
         self._workspace = Workspace(device)
@@ -147,7 +153,7 @@ class DecoderModel:
     def _make_buffers(self) -> None:
         largest = StepShape(self._most_tokens, self.limits.max_sequences, decode=False)
         specs = {name: (name, *spec) for name, spec in self._planner.buffers(largest).items()}
-        self._inputs = StagedTensors(self.device, [specs.pop(name) for name in _UPLOADED])
+        self._inputs = StagedTensors(self.device, [specs.pop(name) for name in _UPLOADED if name in specs])
         self._sampling = StagedTensors(self.device, [specs.pop(name) for name in _OF_REQUESTS])
         self._buffers = DeviceTensors(self.device, list(specs.values()))
         self._buffers.write("counters", np.zeros(self._buffers["counters"].shape))
@@ -155,7 +161,9 @@ class DecoderModel:
 
     def _make_cache(self, block_size: int, columns: int, nbytes: int | None) -> PagedKVCache:
         c = self.config
-        block = 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
+        codes = self._planner.kv_codes
+        of_head = c.head_dim + 4 if codes else c.head_dim * self.dtype.itemsize
+        block = 2 * c.num_layers * block_size * c.num_kv_heads * of_head
         if nbytes is None and self.device.kind == "cuda":
             nbytes = int(free_bytes(self.device) * (1 - _LEFT_FREE))
         # More blocks than all sequences can hold are of no use.
@@ -163,7 +171,8 @@ class DecoderModel:
         num_blocks = min(2 * columns if nbytes is None else nbytes // block, most)
         return PagedKVCache(
             c.num_layers, num_blocks, block_size=block_size, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
-            dtype=self.dtype.name, max_sequences=self.limits.max_sequences, max_blocks_per_sequence=columns,
+            dtype="e4m3" if codes else self.dtype.name, max_sequences=self.limits.max_sequences,
+            max_blocks_per_sequence=columns,
             max_step_tokens=self._most_tokens, stream=self.stream,
             device="sim" if self.device.kind == "sim" else self.device.index,
         )  # fmt: skip
@@ -182,7 +191,12 @@ class DecoderModel:
         counts = np.array([len(row.tokens) for row in rows], np.int64)
         self.cache.prepare_step([row.sequence for row in rows], counts)
         tokens = np.concatenate([np.asarray(row.tokens, np.int32) for row in rows])
-        self._inputs.send({"given": [1], "tokens": tokens, "last_rows": np.cumsum(counts) - 1}, self.stream)
+        values = {"given": [1], "tokens": tokens, "last_rows": np.cumsum(counts) - 1}
+        if self._planner.kv_codes:
+            starts = np.cumsum([0, *(self.cache.length(row.sequence) for row in rows)])
+            behind = np.full(self.limits.max_sequences - len(rows), starts[-1])
+            values["cu_seqlens_k"] = np.concatenate([starts, behind])
+        self._inputs.send(values, self.stream)
         return self._run(self._prefill_shape(counts), rows)
 
     def decode(self, rows: Sequence[StepRow], *, chained: bool = False) -> StepResult:
@@ -283,6 +297,11 @@ class DecoderModel:
         for number in range(self.config.num_layers):
             layer = self.cache.layer(number)
             tensors |= {f"layers.{number}.k_cache": layer.k, f"layers.{number}.v_cache": layer.v}
+            if layer.k_scale is not None and layer.v_scale is not None:
+                tensors |= {
+                    f"layers.{number}.k_scale": layer.k_scale,
+                    f"layers.{number}.v_scale": layer.v_scale,
+                }
         return tensors
 
     def _readback(self, decode: bool, alternatives: bool) -> Readback:

@@ -9,7 +9,7 @@ from cki.device import DeviceInfo, cuda_device, current, sim_device
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.model import ModelLimits
-from cki.errors import InvalidArgumentError
+from cki.errors import InvalidArgumentError, UnsupportedError
 
 _DTYPES = ("f32", "f16", "bf16")
 #: The longest sequence where nothing else is asked for.
@@ -29,6 +29,7 @@ class EngineOptions:
     cache_nbytes: int | None = None
     graphs: bool = True
     quantize: str | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         names = ("max_length", "max_sequences", "max_step_tokens", "block_size", "cache_nbytes")
@@ -44,6 +45,8 @@ class EngineOptions:
             problems.append(f"dtype is {self.dtype!r}, not one of {', '.join(_DTYPES)}, or None")
         if self.quantize not in (None, "fp8"):
             problems.append(f"quantize is {self.quantize!r}, neither 'fp8' nor None")
+        if self.kv_dtype not in (None, "e4m3"):
+            problems.append(f"kv_dtype is {self.kv_dtype!r}, neither 'e4m3' nor None")
         if not isinstance(self.graphs, bool):
             problems.append(f"graphs is {self.graphs!r}, not a bool")
         if problems:
@@ -74,8 +77,12 @@ class EngineOptions:
         """Of weights, activations and cache: the model's own, on the simulated device f16 for bf16 too."""
         chosen = "f16" if device.kind == "sim" and config.dtype != "f32" else config.dtype
         dtype = dtypes.from_name(self.dtype or chosen)
-        if self.quantize and dtype == dtypes.f32:
+        if (self.quantize or self.kv_dtype) and dtype == dtypes.f32:
             raise InvalidArgumentError(
-                "quantize='fp8' with activations of f32", hint="dtype='bf16' or dtype='f16'"
+                "e4m3 weights or cache with activations of f32", hint="dtype='bf16' or dtype='f16'"
+            )
+        if self.kv_dtype and device.arch == "sm_80":
+            raise UnsupportedError(
+                "kv_dtype='e4m3'", [f"{device} has no conversions from e4m3"], "no kv_dtype"
             )
         return dtype

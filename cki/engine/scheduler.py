@@ -92,11 +92,15 @@ class Scheduler:
 
     def prefill_parts(self) -> list[Part]:
         """What the next prefill step computes: of requests that lack more than their last token."""
-        parts, room = [], self._limits.max_step_tokens
+        parts: list[Part] = []
+        room, keys = self._limits.max_step_tokens, self._limits.max_step_keys
         for request in self.running:
             stored = self._stored(request)
             if request.length - stored > 1 and room:
                 size = min(len(request.tokens) - stored, room)
+                keys -= stored + size
+                if parts and keys < 0:
+                    break
                 parts.append(Part(request, stored, size))
                 room -= size
         return parts

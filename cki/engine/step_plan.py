@@ -31,6 +31,7 @@ from cki.ops.advance import plan_advance
 from cki.ops.attention import PackedSequences, plan_attention
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.embedding import plan_embed_tokens
+from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
 from cki.ops.paged import plan_paged_attention
 from cki.ops.rope import Rotation, plan_append_kv
@@ -82,6 +83,7 @@ class DecoderPlanner:
     sequences whose tokens are remembered for the repetition penalty.  fused: decode steps of few sequences take norms
     and gates into their products (`cki.ops.linear_decode`), where those can.  merge_inside: their attention merges in
     its own launch.  fp8: layers' matrices are e4m3 codes with scales.
+    kv_codes: the cache is of e4m3 with a scale a token and head; prefills read copies of 16 bits of what they need.
     """
 
     config: ModelConfig
@@ -92,6 +94,7 @@ class DecoderPlanner:
     fused: bool = False
     merge_inside: bool = False
     fp8: bool = False
+    kv_codes: bool = False
 
     def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
@@ -103,8 +106,14 @@ class DecoderPlanner:
             "codes": ((t, widest), dtypes.e4m3),
             "code_scales": ((t, -(-widest // 128)), dtypes.f32),
         }  # fmt: skip
+        kv_shape = (self.cache.columns * self.cache.block_size, c.num_kv_heads, c.head_dim)
+        of_cache = {
+            "cu_seqlens_k": ((n + 1,), dtypes.i32),
+            "k_packed": (kv_shape, self.dtype), "v_packed": (kv_shape, self.dtype),
+        }  # fmt: skip
         return {
             **(of_codes if self.fp8 else {}),
+            **(of_cache if self.kv_codes else {}),
             "given": ((1,), dtypes.u32),
             "tokens": ((t,), dtypes.i32),
             "last_rows": ((n,), dtypes.i32),
@@ -251,7 +260,7 @@ class _LayerPlanner:
             k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
             positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
             q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
-            programmatic=self.products.fused and self.device.arch in PROGRAMMATIC,
+            programmatic=self.products.fused and self.device.arch in PROGRAMMATIC, scales=self._scales(),
         )  # fmt: skip
         left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
         lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)
@@ -260,12 +269,17 @@ class _LayerPlanner:
             plan = plan_paged_attention(
                 q.view((tokens, 1, c.num_heads, dim), (width, width, dim, 1)), k_cache, v_cache, lengths,
                 attended.view((tokens, 1, c.num_heads, dim), (q_end, q_end, dim, 1)), self.device,
-                block_table=table, left=left, counters=self.buffer["counters"] if self.model.merge_inside else None,
+                block_table=table, left=left, scales=self._scales(),
+                counters=self.buffer["counters"] if self.model.merge_inside else None,
             )  # fmt: skip
             return steps + self._planned(plan)
-        packed = PackedSequences(
-            dense("cu_seqlens_q", (shape.sequences + 1,), dtypes.i32), lengths, table, shape.tile_length
-        )
+        offsets = dense("cu_seqlens_q", (shape.sequences + 1,), dtypes.i32)
+        packed = PackedSequences(offsets, lengths, table, shape.tile_length)
+        if (scales := self._scales()) is not None:
+            keys, values, starts = (self.buffer[name] for name in ("k_packed", "v_packed", "cu_seqlens_k"))
+            steps += plan_gather_cache((k_cache, v_cache), scales, table, starts, (keys, values))
+            packed = PackedSequences(offsets, starts, None, shape.tile_length)
+            k_cache, v_cache = (t.view((1, *t.shape), (0, *t.strides)) for t in (keys, values))
         return steps + plan_attention(
             q.view((1, *q.shape), (0, *q.strides)), k_cache, v_cache,
             attended.view((1, tokens, c.num_heads, dim), (0, q_end, dim, 1)), device=self.device, causal=True,
@@ -275,7 +289,17 @@ class _LayerPlanner:
     def _cache(self, letter: str) -> Operand:
         geometry, c = self.model.cache, self.model.config
         extents = (geometry.num_blocks, geometry.block_size, c.num_kv_heads, c.head_dim)
-        return dense(f"{self.prefix}{letter}_cache", extents, self.model.dtype)
+        return dense(
+            f"{self.prefix}{letter}_cache", extents, dtypes.e4m3 if self.model.kv_codes else self.model.dtype
+        )
+
+    def _scales(self) -> tuple[Operand, Operand] | None:
+        """Of keys and values in an e4m3 cache."""
+        if not self.model.kv_codes:
+            return None
+        extents = self._cache("k").shape[:3]
+        k_scale, v_scale = (dense(f"{self.prefix}{letter}_scale", extents, dtypes.f32) for letter in "kv")
+        return k_scale, v_scale
 
     def _rotation(self) -> Rotation:
         c = self.model.config
