@@ -4,7 +4,7 @@ The first call with a problem checks, plans and compiles (`cki.ops.bind`, `cki.l
 a key of all that the plan depends on: the operation, the attributes, and each tensor's shape, strides, dtype, device
 and alignment as its adapter's `signature` gives them.  A later call finds it, allocates the outputs with the caller's
 framework and launches; it makes no view and checks no rule again, except that outputs and inputs do not overlap, which
-depends on addresses.  The last few problems of an operation are recognised without the key (`cki.ops.match`).
+depends on addresses.  The last few problems of an operation need no key (`cki.ops.steady`).
 
 Temporary memory is allocated by the caller's framework for each call and dropped after the launch: the framework's
 allocator reuses it in stream order.  Under `cki.capture` it is kept with the graph, as a graph's addresses are fixed.
