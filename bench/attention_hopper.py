@@ -72,7 +72,7 @@ def candidates(shape: Shape, variants: Sequence[str] = ()) -> dict[str, HopperTi
     they fit an SM, or without variants all tuning candidates."""
     dim, device = padded(shape.dim), sim_device("sm_90a")  # the sizes of an H200
     chosen = choose_hopper_tiles(
-        shape.tokens, shape.tokens, shape.batch * shape.heads, dim, dim, shape.causal, True, device
+        shape.tokens, shape.batch * shape.heads, dim, dim, shape.causal, True, device
     )
     varied = [functools.reduce(with_field, text.split(","), chosen) for text in variants]
     fitting = [

@@ -7,13 +7,10 @@ What weighs:
   besides.  A block has 65536: 240 a thread for two consumer warpgroups, 160 for three.
 * Shared memory: the query tile and `stages` tiles of keys and values, 227 KB together.
 
-Measured on an H200 with a dense prototype of the same scheme, bf16, TFLOP/s at 8192 keys: head dimension 128 full,
-128 rows x 176 keys, ping-pong: 644; causal, 128 x 128, dynamic order: 679; head dimension 64 full, 192 x 128: 524;
-causal, 192 x 128, dynamic: 509.  128-row tiles at head dimension 64 are 10 to 15 % slower, ping-pong is worth 3 to
-5 %, the dynamic longest-first order 25 % for causal.  docs/attention_hopper.md has this kernel's own figures.
+docs/attention_hopper.md has the measured figures.
 
-The number of keys a tile is the one choice that changes results (in the last bits).  It depends on head dimensions,
-limits and features, never on batch, heads or lengths.
+The number of keys a tile is the one choice that changes results (in the last bits).  It depends on head dimensions
+and features, never on batch, heads or lengths.
 """
 
 from __future__ import annotations
@@ -27,8 +24,6 @@ from cki.device import DeviceInfo
 SCHEDULES = ("single", "fixed", "dynamic")
 #: Part of L2 for keys and values that are to stay there while all row blocks of their heads pass.
 _L2_SHARE = 0.55
-#: Keys from which wide tiles of keys win although they waste more of the last one.
-_LONG_KEYS = 2048
 _REGISTER_FILE = 65536
 #: Query rows of a consumer warpgroup: the M of wgmma.
 GROUP_ROWS = 64
@@ -39,11 +34,9 @@ class HopperTiles:
     """consumers: warpgroups of 64 query rows each.  block_keys: keys a tile, a multiple of 16.  stages: of the rings of
     keys and of values.  ping_pong: warpgroups take turns at starting products.  schedule: one of SCHEDULES.
     blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).
-    lazy: references of the softmax follow scores only when these rise by 2**8, and the output is rescaled only then.
-    ahead: with `lazy`, how many of a thread's weights are computed beside the search for the largest score, a register
-    each; None for what the registers allow.  half_tiles: half a tile of keys where a warpgroup sees no more of its last
-    one.  overlap: a tile's first scores are computed beside the last product and the stores of the tile before.
-    early_wait: with `lazy`, a step waits for the next one's keys among its exponentials."""
+    ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
+    for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
+    them.  early_wait: a step waits for the next one's keys among its exponentials."""
 
     consumers: int
     block_keys: int
@@ -51,10 +44,8 @@ class HopperTiles:
     ping_pong: bool = True
     schedule: str = "single"
     blocks_per_sm: int = 1
-    lazy: bool = False
     ahead: int | None = None
-    half_tiles: bool = False
-    overlap: bool = False
+    before_values: int | None = None
     early_wait: bool = False
 
     @property
@@ -77,6 +68,11 @@ class HopperTiles:
         if self.ahead is not None:
             return self.ahead
         return min(8 if self.consumers == 3 else 16, self.block_keys // 4)
+
+    @property
+    def weights_before_values(self) -> int:
+        """`before_values`, or its default."""
+        return self.block_keys // 4 if self.before_values is None else self.before_values
 
     def register_shares(self, packed: bool = False) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched.
@@ -104,11 +100,12 @@ class HopperTiles:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
         if self.ping_pong:
             text += ", ping-pong"
-        if self.lazy:
-            text += ", lazy" if self.ahead is None else f", lazy with {self.ahead} ahead"
-        for name in ("half_tiles", "overlap", "early_wait"):
-            if getattr(self, name):
-                text += ", " + name.replace("_", " ")
+        if self.ahead is not None:
+            text += f", {self.ahead} weights ahead"
+        if self.before_values is not None:
+            text += f", {self.before_values} before values"
+        if self.early_wait:
+            text += ", early wait"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 
@@ -143,13 +140,8 @@ def heads_per_section(
 MIN_QUERIES = 64
 
 
-def _options(
-    head_dim: int, value_dim: int, wide_tiles: bool, is_plain: bool
-) -> list[tuple[HopperTiles, float]]:
-    """(tiles, time of a row of queries relative to the first) for each number of rows that a tile may have.
-
-    wide_tiles: many keys, none of which is hidden.
-    """
+def _options(head_dim: int, value_dim: int, is_plain: bool) -> list[tuple[HopperTiles, float]]:
+    """(tiles, time of a row of queries relative to the first) for each number of rows that a tile may have."""
     widest = max(head_dim, value_dim)
     # More rows share the copies of keys and values, but few
     # tiles leave SMs idle in the last round.
@@ -159,7 +151,7 @@ def _options(
             options.insert(0, (HopperTiles(3, 128), 1.0))
     else:
         if widest <= 128:
-            block_keys = (176 if wide_tiles else 128) if is_plain else 112
+            block_keys = 128 if is_plain else 112
         elif widest <= 192:
             block_keys = 96 if is_plain else 80
         else:
@@ -169,16 +161,15 @@ def _options(
 
 
 def choose_hopper_tiles(
-    queries: int, keys: int, batch_heads: int, head_dim: int, value_dim: int, has_limits: bool, is_plain: bool,
-    device: DeviceInfo,
+    queries: int, batch_heads: int, head_dim: int, value_dim: int, has_limits: bool, is_plain: bool, device: DeviceInfo
 ) -> HopperTiles:  # fmt: skip
     """Tiles for padded head dimensions, from times on an H200 (bench/results/attention_hopper.csv).
 
     has_limits: causal or windowed.  is_plain: nothing but a positive scale goes into the logits.
-    Keys a tile depend on dimensions, keys and features only: they decide the order of sums, and a row's result must not
+    Keys a tile depend on dimensions and features only: they decide the order of sums, and a row's result must not
     change with the batch beside it.
     """
-    options = _options(head_dim, value_dim, keys > _LONG_KEYS and not has_limits, is_plain)
+    options = _options(head_dim, value_dim, is_plain)
 
     def modelled_time(option: tuple[HopperTiles, float]) -> float:
         tiles, cost = option
@@ -203,7 +194,7 @@ def choose_packed_tiles(
 
     Half a tile of each sequence is wasted then on average.  Keys a tile depend on dimensions and features only.
     """
-    options = _options(head_dim, value_dim, False, is_plain)
+    options = _options(head_dim, value_dim, is_plain)
 
     def rounds(tiles: HopperTiles) -> float:
         return (tokens / tiles.block_rows + sequences / 2) * heads / device.sm_count
@@ -228,7 +219,7 @@ def tuning_candidates(
         shapes = ((2, 128, 2), (2, 112, 2), (2, 96, 2), (2, 80, 2))
     else:
         shapes = ((2, 80, 2), (2, 64, 2))
-    best = choose_hopper_tiles(16384, 16384, 16, head_dim, value_dim, has_limits, True, device)
+    best = choose_hopper_tiles(16384, 16, head_dim, value_dim, has_limits, True, device)
     candidates = [best, *(HopperTiles(*shape, schedule=best.schedule) for shape in shapes)]
     candidates += [replace(best, schedule=other) for other in SCHEDULES if other != best.schedule]
     candidates += [replace(best, ping_pong=False)]

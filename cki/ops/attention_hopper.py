@@ -94,9 +94,8 @@ def preferred(
         return None
     if any(tensor is not None and _key_stride(tensor) not in (0, 1) for tensor in (bias, mask)):
         return None
-    keys = 0 if any_length else k.shape[1]
     return choose_hopper_tiles(
-        queries, keys, batch * heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
+        queries, batch * heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
     )
 
 
@@ -192,8 +191,8 @@ def plan_hopper(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
-        kStages=tiles.stages, kPingPong=tiles.ping_pong, kLazy=tiles.lazy, kAhead=tiles.weights_ahead,
-        kHalfTiles=tiles.half_tiles, kOverlap=tiles.overlap, kEarlyWait=tiles.early_wait,
+        kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
+        kBeforeValues=tiles.weights_before_values, kEarlyWait=tiles.early_wait,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),

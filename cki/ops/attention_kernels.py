@@ -74,11 +74,11 @@ def representative_specs(arch: str) -> list[KernelSpec]:
                 bf16,
                 dim,
                 causal=causal,
-                tiles=choose_hopper_tiles(4096, 4096, 64, dim, dim, causal, True, device),
+                tiles=choose_hopper_tiles(4096, 64, dim, dim, causal, True, device),
             )
         for dim, keys in ((64, 128), (128, 128), (256, 80)):
             add(bf16, dim, causal=True, dropout=dropout, tiles=HopperTiles(2, keys, schedule="dynamic"))
-        tiles = choose_hopper_tiles(4096, 4096, 64, 128, 128, True, False, device)
+        tiles = choose_hopper_tiles(4096, 64, 128, 128, True, False, device)
         every: dict[str, Any] = {"bias": bias, "mask": mask, "alibi_slopes": slopes, "tiles": tiles}
         add(f16, 128, window=(100, 20), softcap=30.0, **every)
     for options in _e4m3_calls(arch):

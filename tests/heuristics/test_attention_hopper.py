@@ -43,7 +43,7 @@ def all_choices() -> list[tuple[int, int, HopperTiles]]:
     found = []
     for dim, value_dim, limits in itertools.product(DIMS, DIMS, (False, True)):
         for rows, plain in itertools.product((1, 64, 65, 128, 129, 100000), (False, True)):
-            tiles = choose_hopper_tiles(rows, rows, 16, dim, value_dim, limits, plain, DEVICE)
+            tiles = choose_hopper_tiles(rows, 16, dim, value_dim, limits, plain, DEVICE)
             found.append((dim, value_dim, tiles))
         found += [(dim, value_dim, tiles) for tiles in tuning_candidates(dim, value_dim, limits, DEVICE)]
     return found
@@ -65,9 +65,9 @@ def test_tiles_fit_shared_memory_and_registers():
 
 
 def test_keys_a_tile_do_not_depend_on_queries_and_batch():
-    for dim, limits, plain, keys in itertools.product(DIMS, (False, True), (False, True), (100, 9999)):
+    for dim, limits, plain in itertools.product(DIMS, (False, True), (False, True)):
         chosen = {
-            choose_hopper_tiles(r, keys, n, dim, dim, limits, plain, DEVICE).block_keys
+            choose_hopper_tiles(r, n, dim, dim, limits, plain, DEVICE).block_keys
             for r in (1, 65, 129, 9999)
             for n in (1, 64, 1000)
         }
@@ -76,7 +76,7 @@ def test_keys_a_tile_do_not_depend_on_queries_and_batch():
 
 def test_few_tiles_are_made_smaller_until_they_fill_the_sms():
     """BERT-large's 64 heads of a batch of 4 at 128, 512 and 4096 tokens."""
-    chosen = [choose_hopper_tiles(n, n, 64, 64, 64, False, True, DEVICE) for n in (128, 512, 4096)]
+    chosen = [choose_hopper_tiles(n, 64, 64, 64, False, True, DEVICE) for n in (128, 512, 4096)]
     assert [tiles.consumers for tiles in chosen] == [1, 2, 3]
     assert [tiles.schedule for tiles in chosen] == ["single", "fixed", "dynamic"]
 

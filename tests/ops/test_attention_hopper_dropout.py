@@ -107,6 +107,7 @@ def test_what_a_dropped_key_holds_does_not_matter(device):
     assert keeps.any()
     assert not keeps.all()
     np.testing.assert_array_equal(np.isnan(out[0, :, 0]).all(axis=1), keeps)
+    # A repaired row's weights are not rounded to f16: outputs above 4 differ by a unit in the last place, 2^-8.
     np.testing.assert_allclose(
-        out[0, ~keeps, 0].astype(np.float32), clean[0, ~keeps, 0].astype(np.float32), atol=2e-3
+        out[0, ~keeps, 0].astype(np.float32), clean[0, ~keeps, 0].astype(np.float32), atol=2e-3, rtol=2**-10
     )

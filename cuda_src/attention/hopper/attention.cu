@@ -242,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       multiply_values<Element, ValueTile, kValueDim, steps.kValue>(rows.output, rows.weights, values);
       ptx::wgmma_commit_group();  // fence and end in each branch: else ptxas puts more of both
     };
-    if (kHalves && rows.is_half) {
-      start(Constant<kWeightSteps / 2>{});
+    if (kHasNarrow && rows.is_narrow) {
+      start(Constant<kNarrowSteps>{});
     } else {
       start(Constant<kWeightSteps>{});
     }
@@ -279,82 +279,47 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     pack_weights<Element, static_cast<int>(sizeof(scores)) / 32>(rows.weights, [&](int i) { return scores[i]; });
   };
   // S of `tile` and its softmax, beside the values of the tile before. Where the wait for these stands decides the speed: in
-  // front of the softmax they would no longer run beside it, behind it the rescaling of the output and the packing of weights
-  // would stand alone, while the special function unit idles. ptxas places it by its basic blocks: a branch between the
-  // search for the largest score and the exponentials keeps it behind the first of these and in front of most.
+  // front of the softmax they would no longer run beside it, behind it the packing of weights would stand alone, while the
+  // special function unit idles. ptxas places it by its basic blocks: a branch among the exponentials keeps it there.
   const auto step = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Band& band, auto band_test, int tile,
                         bool is_last) {
     constexpr bool kBandTest = decltype(band_test)::kValue;
-    constexpr bool kMayHide = kBandTest || kBias || kMask;
-    float correction[2];
-    if constexpr (!kWaitsEarly) key_ring.wait_full();
+    if constexpr (!kEarlyWait) key_ring.wait_full();
     turns.take();
     ptx::wgmma_fence();
     start_keys(scores);
     value_ring.wait_full();
     start_values(rows);
-    if constexpr (kHalves) rows.is_half = false;
+    rows.is_narrow = false;
     turns.pass();
     const DroppedWeights<kBlockKeys> dropped(dropout, tile, rows.query);
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
     finish_scores<kBandTest>(scores, rows, tile * kBlockKeys, band, rules);
-    const auto finish_values = [&] {
+    LazySoftmax<kBandTest || kBias || kMask, kScaleFirst, kAhead, kBlockKeys / 2> softmax(scores, rows.softmax,
+                                                                                          exponent_scale);
+    softmax.begin([&](const float(&correction)[2]) {
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_fence_registers(rows.output);
-      value_ring.release();
-    };
-    // After the last scores the queries of the next tile may come.
-    if constexpr (kIsLazy) {
-      LazySoftmax<kMayHide, kScaleFirst, kAhead, kBlockKeys / 2> softmax(scores, rows.softmax, exponent_scale);
-      softmax.begin([&](const float(&factor)[2]) {
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_fence_registers(rows.output);
-        scale_rows(rows.output, factor);
-      });
-      // The next keys are asked for here, where nothing waits for the answer; it is looked at some exponentials later.
-      const bool goes_on = kWaitsEarly ? !is_last && key_ring.is_full() : !is_last;
-      softmax.template take<kAhead, kBlockKeys / 4>();
-      if (!goes_on) {  // the branch
-        if (is_last) {
-          query_ring.release_own();
-        } else {
-          key_ring.wait_full();
-        }
-      }
-      finish_values();
-      softmax.template take<kBlockKeys / 4, kBlockKeys / 2>();
-      softmax.finish();
-      pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return softmax.taken(i); });
-    } else if constexpr (kRowByRow) {
-      const auto reference = [&](int r) {
-        return take_reference<kMayHide>(scores, r, rows.softmax[r], correction[r], exponent_scale);
-      };
-      const auto weights = [&](int r, float subtract) {
-        subtract_reference(scores, r, subtract);
-        take_weights(scores, r, rows.softmax[r], correction[r], 0.0f, exponent_scale);
-      };
-      const float first = reference(0);
-      if (is_last) {
-        query_ring.release_own();
-      } else {
-        key_ring.wait_full();  // needed in the next step only; here it is the branch
-      }
-      weights(0, first);
-      const float second = reference(1);
-      finish_values();
-      weights(1, second);
-    } else {
-      if (is_last) query_ring.release_own();
-      take_tile<kMayHide, kScaleFirst>(scores, rows.softmax, correction, exponent_scale);
-      finish_values();
-    }
-    if constexpr (!kIsLazy) {
-      dropped.apply(scores);
-      pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return scores[i]; });
       scale_rows(rows.output, correction);
+    });
+    // The next keys are asked for here, where nothing waits for the answer; it is looked at some exponentials later.
+    const bool goes_on = kEarlyWait ? !is_last && key_ring.is_full() : !is_last;
+    softmax.template take<kAhead, kBeforeValues>();
+    if (!goes_on) {  // the branch
+      if (is_last) {
+        query_ring.release_own();  // after the last scores the queries of the next tile may come
+      } else {
+        key_ring.wait_full();
+      }
     }
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_fence_registers(rows.output);
+    value_ring.release();
+    softmax.template take<kBeforeValues, kBlockKeys / 2>();
+    softmax.finish();
+    pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return dropped.kept(i, softmax.taken(i)); });
   };
 
   const auto query_of = [&](const SequenceTile& tile, int query) {
@@ -370,8 +335,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   work.begin();
   Part part = part_of(work.tile);
   float scores[kBlockKeys / 2];
-  auto& half_scores = reinterpret_cast<float(&)[kBlockKeys / 4]>(scores);
-  bool is_ahead = false;  // the part's first scores have been started beside the last product of the part before
+  float narrow_scores[kNarrowKeys / 2];  // apart: as a part of the others ptxas ends products one by one
   while (work.has_work()) {
     const SequenceTile tile = part.tile;
     const Band band = part.band;
@@ -386,19 +350,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     for (int r = 0; r < 2; ++r) rows.query[r] = query_of(tile, min(row + 8 * r, tile.queries - 1));
     rows.clear();
     int j = block.end_tile - 1;
-    if (!is_ahead && !block.is_empty()) {
+    if (!block.is_empty()) {
       query_ring.wait_full();
       const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
       for (; j >= own_end; --j) skip_tile();
     }
     if (!own.is_empty()) {
-      if constexpr (kHalves) rows.is_half = part.ends_with_half(j);
+      rows.is_narrow = kHasNarrow && own.end - j * kBlockKeys <= kNarrowKeys;
       const auto begin = [&](auto& tile_scores, auto band_test) {
-        if (!is_ahead) first_scores(tile_scores);
+        first_scores(tile_scores);
         first_softmax(tile_scores, rows, band, band_test, j);
       };
-      if (kHalves && rows.is_half) {
-        if constexpr (kHalves) begin(half_scores, Constant<true>{});
+      if (kHasNarrow && rows.is_narrow) {
+        begin(narrow_scores, Constant<true>{});
       } else if (kHasLimits || own.passes_common_end(j)) {
         begin(scores, Constant<true>{});
       } else {
@@ -406,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       if (j == own.begin_tile) query_ring.release_own();
       --j;
-      if (kWaitsEarly && j >= own.begin_tile) key_ring.wait_full();
+      if (kEarlyWait && j >= own.begin_tile) key_ring.wait_full();
       if constexpr (kTestAll) {
         for (; j >= own.begin_tile; --j) step(scores, rows, band, Constant<true>{}, j, j == own.begin_tile);
       } else {
@@ -469,7 +433,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const auto look_ahead = [&] {
       work.next();
       part = part_of(work.tile);
-      is_ahead = kOverlapTiles && work.has_work() && part.begins_with_block();
     };
     if (!part.ends_with_block()) {
       if (!own.is_empty()) {
@@ -485,37 +448,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       for (; j >= block.begin_tile; --j) skip_tile();
       if (own.is_empty() && !block.is_empty()) query_ring.release_own();
       look_ahead();
-      is_ahead = false;
     } else {
       value_ring.wait_full();
       start_values(rows);
       look_ahead();  // beside the product, and so is the end of the softmax
-      if (kOverlapTiles && is_ahead) {
-        query_ring.wait_full();
-        key_ring.wait_full();
-        turns.take();
-        ptx::wgmma_fence();
-        start_keys(scores);  // also where half would do: ptxas ends products one by one when it does not know their size
-        turns.pass();
-        finish_softmax();
-        ptx::wgmma_wait_group<1>();
-        ptx::wgmma_fence_registers(rows.output);
-        value_ring.release();
-        store_output();
-        // Was waited for: a branch that keeps the wait below behind the stores.
-        key_ring.wait_full();
-        __syncwarp();
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_fence_registers(scores);
-        key_ring.release();
-      } else {
-        finish_softmax();
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_fence_registers(rows.output);
-        value_ring.release();
-      }
+      finish_softmax();
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_fence_registers(rows.output);
+      value_ring.release();
     }
-    if (!kOverlapTiles || !is_ahead) store_output();
+    store_output();
     if constexpr (kHides) {
       for_each_bad_row(to_repair, [&](int r, int lane_of_row) {
         const QueryRow<BiasElement> one = query_of(tile, __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r);

@@ -34,27 +34,17 @@ struct Features {
 constexpr bool kHides = kVarlen || kLimitLeft || kLimitRight || kBias || kMask || kDropout;
 // Whether the rows of a warpgroup may see different keys in another tile than the one that holds the last key.
 constexpr bool kHasLimits = kLimitLeft || kLimitRight;
-// Order of a step's softmax. Wide outputs take many instructions to rescale: row by row, the first row's run beside the
-// second row's exponentials. With a bias, a mask or the like that order spills.
-constexpr bool kRowByRow = kValueDim > 128 && !kScaleFirst && !kMask;
-// Whether references of the softmax follow scores lazily (softmax.cuh). Weights that are to be dropped are drawn meanwhile, for
-// which the registers of weights ahead are needed.
-constexpr bool kIsLazy = kLazy && !kDropout;
-// Whether a step finds its keys waited for, by the step before.
-constexpr bool kWaitsEarly = kIsLazy && kEarlyWait;
-
 // Whether every tile is tested key by key: beside a bias, a mask or the like the tests cost little, and loops of their own
 // for whole tiles cost registers.
 constexpr bool kTestAll = kHasLimits && (kScaleFirst || kMask);
 
 constexpr int kWeightSteps = kBlockKeys / 16;  // products of a tile of values
-// Whether a warpgroup's last tile of keys may be half a tile, which halves its products and its softmax. Causal: half of the
-// warpgroups see half of the tile on the diagonal.
-constexpr bool kHalves = kHalfTiles && !kVarlen && kWeightSteps % 2 == 0;
+// Where a warpgroup sees no more than the first half of its last tile of keys, it computes no more: half of the causal
+// warpgroups on the diagonal, and half of all sequences of any length.
+constexpr int kNarrowSteps = (kWeightSteps + 1) / 2, kNarrowKeys = 16 * kNarrowSteps;
+constexpr bool kHasNarrow = kWeightSteps > 1;
 
-// Whether a tile's first scores are computed beside the last product and the stores of the tile before.
-constexpr bool kOverlapTiles = kOverlap && !kVarlen;
-
+static_assert(4 <= kBeforeValues && kAhead <= kBeforeValues && kBeforeValues <= kBlockKeys / 2, "weights in three parts");
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 
@@ -79,7 +69,7 @@ using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRigh
 struct Rows {
   float output[kValueDim / 2];
   u32 weights[kWeightSteps][4];  // of the tile whose values are to be added next
-  bool is_half = false;          // whether only half of them are to be
+  bool is_narrow = false;        // whether only the first kNarrowSteps of them are to be
   SoftmaxRow softmax[2];
   QueryRow<BiasElement> query[2];
 
@@ -105,10 +95,6 @@ struct Part {
   __device__ __forceinline__ int first_row(int consumer) const {
     return tile.row_block * kBlockRows + consumer * kGroupRows;
   }
-  // Whether its rows see no more than half of the tile of keys.
-  __device__ __forceinline__ bool ends_with_half(int tile) const { return own.end - tile * kBlockKeys <= kBlockKeys / 2; }
-  // Whether the block's first tile of keys, counted from the end, is the consumer's too.
-  __device__ __forceinline__ bool begins_with_block() const { return !own.is_empty() && own.end_tile == block.end_tile; }
   // Whether the block's last tile of keys is the consumer's too.
   __device__ __forceinline__ bool ends_with_block() const {
     return !own.is_empty() && own.begin_tile == block.begin_tile;

@@ -43,15 +43,16 @@ struct DroppedWeights {
     }
   }
 
+  // Weight i of the lane's, or 0.
+  __device__ __forceinline__ float kept(int i, float weight) const {
+    const int bit = i / 8 * 4 + i / 4 % 2 * 2 + i % 2;
+    return kDropout && (rows[i / 2 % 2] & 1u << bit) != 0 ? 0.0f : weight;
+  }
+
   template <int kCount>
   __device__ __forceinline__ void apply(float (&weights)[kCount]) const {
-    if constexpr (kDropout) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int bit = i / 8 * 4 + i / 4 % 2 * 2 + i % 2;
-        if (rows[i / 2 % 2] & 1u << bit) weights[i] = 0.0f;
-      }
-    }
+    for (int i = 0; i < kCount; ++i) weights[i] = kept(i, weights[i]);
   }
 };
 

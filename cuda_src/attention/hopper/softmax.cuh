@@ -1,7 +1,8 @@
 // Online softmax of one tile of keys on wgmma accumulators: a lane holds parts of two rows.
 //
 // The same arithmetic as common/online_softmax.cuh, whose SoftmaxRow keeps reference and sum of a row, in pieces that a
-// kernel places around its waits. Element i of `scores` belongs to row r = i / 2 % 2.
+// kernel places around its waits: take_tile for a row's first tile, LazySoftmax for those that follow. Element i of
+// `scores` belongs to row r = i / 2 % 2.
 #pragma once
 
 #include "common/online_softmax.cuh"
