@@ -34,13 +34,17 @@ _WELL_USED = 0.9
 _STATIC_BYTES = 128
 #: Architectures without clusters, where a launch cannot begin before the one ahead of it has ended, either.
 SERIAL_ARCHS = ("sm_80", "sm_89")
-#: Blocks of a cluster that every device of sm_90 and later takes.
-CLUSTER = 8
-#: Tiles of one sequence up to which a cluster's blocks are enough for its units.
-_CLUSTER_POSITIONS = 1024
+#: Blocks of a cluster: what every device of sm_90 and later takes, and less where units are many.
+_CLUSTERS = (8, 4, 2)
+#: The part of a device's SMs that clusters of 8 blocks, one an SM, can have at the same time: of the 132 SMs of an H200
+#: 120, since some lie in GPCs whose SMs are no multiple of 8.
+_IN_CLUSTERS = 0.9
+#: Bytes of keys and values up to which clusters on half of the SMs are faster than all SMs and a second launch: where
+#: tiles are dealt and of the size that was measured, where they are of another size, and where the line is cut.
+_CLUSTERED_BYTES, _CLUSTERED_SMALL, _CLUSTERED_LINE = 256 << 20, 32 << 20, 32 << 20
 #: Tiles of all units up to which fewer warps, with more tiles each, are as good or better: fewer states to combine.
 _FEW_TILES = 2048
-#: The same for one sequence in clusters.
+#: The same in clusters; and tiles up to which clusters serve products that take longer than the memory.
 _FEW_IN_CLUSTERS = 512
 # Blocks an SM, warps, stages: the first that fit are taken, then what fits any head dimension and device.
 _EIGHT_WARPS = ((1, 8, 6), (1, 8, 5), (1, 8, 4), (1, 8, 3))
@@ -58,7 +62,8 @@ class DecodeShape:
     """What the choice depends on.  rows: queries times query heads a KV head.  Item sizes in bytes.
 
     positions: the most tiles of 16 keys that all sequences together can have.  alone: a unit's result must not depend
-    on the rest of the batch.  window: queries do not see all keys before them.
+    on the rest of the batch.  window: queries do not see all keys before them.  scattered: the keys of a tile lie in
+    several blocks, or are copied by less than 16 bytes.
     """
 
     batch: int
@@ -71,6 +76,7 @@ class DecodeShape:
     positions: int
     alone: bool = False
     window: bool = False
+    scattered: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,14 +187,36 @@ def choose_dealt(shape: DecodeShape, units: int, groups: int, together: int) -> 
     return (True, dealt) if dealt >= _WELL_USED * groups else (False, groups)
 
 
+def choose_cluster(shape: DecodeShape, units: int, device: DeviceInfo) -> int:
+    """Groups that are to be a cluster, which merges without a second launch; 0 if they should not be one.
+
+    Half of the SMs read as fast as all, if their warps keep up: with 16-bit elements and one tile of rows.
+    """
+    if device.arch in SERIAL_ARCHS:
+        return 0
+    groups = next((n for n in _CLUSTERS if units * n <= _IN_CLUSTERS * device.sm_count), 0)
+    if units * groups < device.sm_count // 4:
+        return 0
+    tiles = shape.positions * units
+    if shape.itemsize != 2 or shape.rows > TILE_ROWS or shape.scattered:
+        return groups if tiles <= _FEW_IN_CLUSTERS else 0
+    dealt, _ = choose_dealt(shape, units, groups, units)
+    most = _CLUSTERED_LINE
+    if dealt:
+        most = _CLUSTERED_BYTES if 8192 <= stage_bytes(shape) < 16384 else _CLUSTERED_SMALL
+    return groups if tiles * stage_bytes(shape) <= most else 0
+
+
 def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     """The configuration for a problem: one block an SM, its rings as deep as they fit.
 
     Measured on an H200 with 32 query heads, 8 KV heads, 128 elements, bf16: 8 warps of 3 stages are 1 to 3 % faster
     than two blocks of 4 warps from 8k keys in all on, and than 6 warps of 4; 12 warps of 2 are as fast.  4 warps of 6
-    stages are 2 % faster than 8 at 2k keys.  One sequence in clusters of 8 is 5 % faster at 4k and 16k keys than all
-    SMs with a second launch, and 10 % at 1k, there with 4 warps.  More blocks than are resident are 3 to 8 % slower.
-    Blocks of one unit each are two an SM, so that one reads while the other ends.
+    stages are 2 % faster than 8 at 2k keys.  Clusters of 8 on 64 SMs are 9 % faster than all SMs with a second launch
+    for 4 sequences of 512 keys, 5 % for 4 of 2048, 2 to 3 % for 4 of 8192 and 8 of 4096, 1 % for 4 of 16384, and not
+    from there on; where the line is cut for many long sequences they are 3 to 13 % slower.  For 1k keys 4 warps are 3 %
+    faster there.  Clusters of 16 leave SMs idle or share some, and are slower.  More blocks than are resident are 3 to
+    8 % slower.  Blocks of one unit each are two an SM, so that one reads while the other ends.
     """
     tiles = _row_tiles(shape)
     row_blocks = -(-shape.rows // (tiles * TILE_ROWS))
@@ -196,27 +224,23 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     units = shape.kv_heads * row_blocks
     split = not shape.alone and shape.batch <= MAX_SPLIT_BATCH and shape.positions * units < 2**30
     per_sm = device.shared_memory_per_block + 1024  # the system takes 1 KB of each block's
-    cluster = (
-        split and shape.batch == 1 and not shape.window and device.arch not in SERIAL_ARCHS
-        and shape.positions <= _CLUSTER_POSITIONS and device.sm_count // 4 <= units * CLUSTER <= device.sm_count
-    )  # fmt: skip
+    clustered = choose_cluster(shape, units, device) if split else 0
     first: tuple[tuple[int, int, int], ...]
     if not split:
         first = _TWO_BLOCKS
-    elif shape.positions * units <= (_FEW_IN_CLUSTERS if cluster else _FEW_TILES):
+    elif shape.positions * units <= (_FEW_IN_CLUSTERS if clustered else _FEW_TILES):
         first = (*_FOUR_WARPS, *_EIGHT_WARPS)
     else:
         first = _EIGHT_WARPS
     for min_blocks, warps, stages in (*first, *_ANY_SIZE):
-        groups, together, dealt = (1, 1, False)
-        if cluster:
-            groups, together, dealt = CLUSTER, units, True
-        elif split:
-            groups, together = choose_groups(units, warps, shape.positions, device.sm_count * min_blocks)
+        groups, together, dealt = (clustered or 1, units if clustered else 1, False)
+        if split:
+            if not clustered:
+                groups, together = choose_groups(units, warps, shape.positions, device.sm_count * min_blocks)
             dealt, groups = choose_dealt(shape, units, groups, together)
         config = DecodeConfig(
             warps, stages, -(-rows // TILE_ROWS), rows, groups, together, min_blocks, split,
-            dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=cluster,
+            dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=clustered > 0,
         )  # fmt: skip
         limit = min(per_sm // min_blocks - 1024, device.shared_memory_per_block)
         if config.shared_memory(shape) + _STATIC_BYTES <= limit:

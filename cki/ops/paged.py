@@ -135,10 +135,11 @@ def plan_paged_attention(
     capacity = min(k.shape[0] if paging == 2 else block_size * columns, 2**30)
     token_scales = scales is not None and scales[0].ndim > 1
     rows = queries * group
+    whole_tiles = paging > 0 or block_size % TILE_KEYS == 0
     most_tiles = (-(-capacity // TILE_KEYS) + (batch if paging == 2 else 0)) * (1 if paging == 2 else batch)
     shape = DecodeShape(
         batch, rows, kv_heads, head_dim, value_dim, itemsize, token_scales, max(batch, most_tiles), deterministic,
-        left >= 0,
+        left >= 0, not whole_tiles or copy_bytes(k, v) < 16,
     )  # fmt: skip
     chosen = choose(shape, device)
     row_blocks = -(-rows // chosen.rows)
@@ -168,7 +169,7 @@ def plan_paged_attention(
         kRowTiles=chosen.row_tiles, kStages=chosen.stages, kMinBlocks=chosen.min_blocks, kSplit=chosen.split,
         kMergeHere=merge_here, kClusterBlocks=chosen.groups if chosen.cluster else 0, kTokenScales=token_scales,
         kSameStrides=k.strides[:-1] == v.strides[:-1],
-        kWholeTiles=paging > 0 or block_size % TILE_KEYS == 0,
+        kWholeTiles=whole_tiles,
         kBlockShift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
         kCopyBytes=copy_bytes(k, v), kQueryPairs=q.strides[3] == 1 and head_dim % 2 == 0 and q.is_aligned(4),
         kSoftcap=softcap > 0, kAlibi=alibi_slopes is not None, kScaleFirst=scale_first, **common,

@@ -20,8 +20,8 @@
 // of two: until then weights up to 256 are as precise as weights up to 1, and nothing accumulated so far must be
 // touched.
 //
-// At the end of a unit the states of the warps are combined (decode_combine.cuh), by one warp in turn while the others
-// read on; at the block's end by all. A block that had all of the unit writes the result. Else the unit's parts (fp32)
+// At the end of a unit the states of the warps are combined (decode_combine.cuh), a row a warp, by some warps in turn while
+// the others read on; at the block's end by all. A block that had all of the unit writes the result. Else the unit's parts (fp32)
 // are merged
 //   - by a launch of decode_merge.cu, which begins while this one runs (kProgrammatic, sm_90), from device memory;
 //   - by the block that arrives last (kMergeHere), likewise; counters are zero before and after every launch;
@@ -48,6 +48,7 @@ using namespace cki;
 using namespace cki::attention;
 
 constexpr int kThreads = 32 * kWarps;
+constexpr int kCombiners = kRows < kWarps ? kRows : kWarps;  // warps that combine a unit while the others read on
 constexpr bool kCluster = kClusterBlocks > 0;
 constexpr bool kHeadScales = sizeof(CacheElement) == 1 && !kTokenScales;
 
@@ -141,6 +142,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const Inbox inbox{states + kWarps * State::kFloats, arrived};
   int* tables = reinterpret_cast<int*>(inbox.entries + kInboxFloats);
 
+  // Queries of a unit, and the lines of its result, come to L2, and their pages are found, before they are needed. Two warps.
+  const auto fetch_rows = [&](int sequence, int unit_index) {
+    const auto fetch = [&](const auto* first, i64 batch_stride, i64 query_stride, i64 head_stride, int dim, int by) {
+      constexpr int kLineElements = 128 / static_cast<int>(sizeof(Element));
+      const int lines = (dim + kLineElements - 1) / kLineElements;  // of a row
+      const int row = lane / lines + unit_index % kRowBlocks * kRows;
+      const int head = row % kGroup + unit_index / kRowBlocks * kGroup;
+      if (warp == by && lane / lines < kRows && row < total_rows)
+        ptx::prefetch_global_l2(first + sequence * batch_stride + row / kGroup * query_stride + head * head_stride +
+                                lane % lines * kLineElements);
+    };
+    if constexpr (kQueryPairs) fetch(q, q_batch, q_query, q_head, kHeadDim, kWarps - 1);
+    if constexpr (kDenseOut) fetch(out, out_batch, out_query, out_head, kValueDim, kWarps / 2);
+  };
+
   // All that a block does, once it is known which order it follows. ahead: the table's entry of the tile that the lane
   // looks for first; kLine asks for it here.
   const auto work = [&](auto schedule, int own_group, TableIndex ahead) {
@@ -230,6 +246,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           q_dim, kHeadDim, kHeadScales ? k_scale[unit.kv_head] : 1.0f,
           [&](int row) { return unit.keys - queries + query_of(row); },
           [&](int row) { return kAlibi ? alibi_slopes[head_of(row) * slopes_stride] : 0.0f; });
+      if (!Division::kOne && walk.remaining > unit.length) {
+        const bool same_sequence = walk.pass + 1 < passes;
+        fetch_rows(unit.sequence + (same_sequence ? 0 : 1), same_sequence ? unit.index + together : beside);
+      }
     };
 
     // The unit's end: the states of the warps make the whole of what this block had. done: units before it.
@@ -241,25 +261,48 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const bool whole = !kSplit || unit.parts == 1;
       const bool last = walk.remaining == unit.length;
       const bool by_all = last || (kMergeHere && !whole);
-      if (!by_all && warp != done % kWarps) return;
-
+      // Some warps combine a row each while the others read on, in turn; at the end all do.
+      const int turn = (warp + kWarps - done * kCombiners % kWarps) % kWarps;
+      if (!by_all && turn >= kCombiners) return;
+      int row = by_all ? warp : turn;
+      const auto find_place = [&] { return result.locate(unit.sequence, unit.kv_head, unit.first_row + row); };
+      const auto find_addresses = [&] {
+        if constexpr (kCluster) return inbox.addresses(row, rank - unit.own, unit.parts, unit.inverse, unit.own);
+        return typename Inbox::Addresses{};
+      };
+      typename Result::RowPlace place{};
+      typename Inbox::Addresses addresses{};
+      if (row < unit.rows) {
+        if (whole) {
+          place = find_place();
+        } else {
+          addresses = find_addresses();
+        }
+      }
       if (by_all) {
         __syncthreads();
       } else {
         ptx::mbarrier_wait_parity(&stored, done % 2);
       }
 #pragma unroll 1
-      for (int row = by_all ? warp : 0; row < unit.rows; row += by_all ? kWarps : 1) {
+      while (row < unit.rows) {
         CombinedRow<State> total;
         total.template add<FromShared, kWarps>(0, 1, kWarps, [&](int i) {
           return states + i * State::kFloats + row * State::kPitch;
         });
         if (whole) {
-          result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
+          result.write(place, total);
         } else if constexpr (kCluster) {
-          inbox.send(total, row, rank - unit.own, unit.parts, unit.inverse, unit.own);
+          inbox.send(total, addresses);
         } else {
           total.store(unit.part + row * State::kPitch);
+        }
+        row += by_all ? kWarps : kCombiners;
+        if (row >= unit.rows) break;
+        if (whole) {
+          place = find_place();
+        } else {
+          addresses = find_addresses();
         }
       }
 
@@ -279,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                 unit.parts, 0, 1, unit.rows, states,
                 PartsInMemory<State>(partials, schedule, schedule.unit_begin(walk.sequence, walk.pass), together, beside),
                 [&](int row, const CombinedRow<State>& total) {
-                  result.write(unit.sequence, unit.kv_head, unit.first_row + row, total);
+                  result.write(result.locate(unit.sequence, unit.kv_head, unit.first_row + row), total);
                 });
           }
         }
@@ -290,15 +333,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           for (int i = 0; i < 2; ++i) {
             const SharedUnit shared = shared_units[i];
             if (shared.parts == 0) continue;
-            inbox.template end<kWarps>(shared, [&](int row, int column, float4 values, float reference, float sum) {
-              result.write_part(shared.sequence, shared.kv_head, shared.first_row + row, column, values, reference, sum);
-            });
+            inbox.template end<kWarps>(
+                shared,
+                [&](int row) { return result.locate(shared.sequence, shared.kv_head, shared.first_row + row); },
+                [&](const auto& at, int column, float4 values, float reference, float sum) {
+                  result.write_part(at, column, values, reference, sum);
+                });
           }
         }
       }
       if (last) return;
       if (by_all) __syncthreads();
-      if (!by_all || warp == 0) ptx::mbarrier_arrive(&combined);
+      if (!by_all || warp < kCombiners) ptx::mbarrier_arrive(&combined);
     };
 
     // The ring is filled before anything else is prepared.
@@ -338,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const auto begin_barriers = [&] {  // visible to all before the first unit is begun
     if (thread == 0) {
       ptx::mbarrier_init(&stored, kThreads);
-      ptx::mbarrier_init(&combined, 32);
+      ptx::mbarrier_init(&combined, 32 * kCombiners);
       if constexpr (kCluster) {
         inbox.begin();
         shared_units[0].parts = shared_units[1].parts = 0;
@@ -346,19 +392,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     if constexpr (kCluster) ptx::cluster_arrive_relaxed();
   };
-  // Queries that are this block's, probably, come to L2 while the lengths are awaited.
-  const auto fetch_queries = [&](int sequence) {
-    constexpr int kLines = (kHeadDim * static_cast<int>(sizeof(Element)) + 127) / 128;  // of a query
-    const int row = lane / kLines + beside % kRowBlocks * kRows, head = row % kGroup + beside / kRowBlocks * kGroup;
-    if (kQueryPairs && warp == kWarps - 1 && lane / kLines < kRows && row < total_rows)
-      ptx::prefetch_global_l2(q + sequence * q_batch + row / kGroup * q_query + head * q_head +
-                              lane % kLines * (128 / static_cast<int>(sizeof(Element))));
-  };
-
   if constexpr (!kSplit) {
     const int sequence = static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);
     if (sequence >= batch) return;
-    fetch_queries(sequence);
+    fetch_rows(sequence, beside);
     Schedule<Order::kAlone> schedule{tables, tables + 1, sequence, 1, passes, 1};
     schedule.measure_one(key_lengths, key_lengths.keys(sequence));
     begin_barriers();
@@ -374,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     schedule.cut(least_positions);
     const int tile = schedule.template tile_at<kWarps>(warp + lane * kWarps, group);
     const TableIndex ahead = source.tile_entry(sequence, tile * kTileKeys, capacity);
-    fetch_queries(sequence);
+    fetch_rows(sequence, beside);
     begin_barriers();
     if (!kByLengths || dealing_pays(key_lengths, batch, dealing_slack)) {
       schedule.measure_one(key_lengths, keys);
@@ -392,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                                 line % table_lines * (128 / static_cast<int>(sizeof(TableIndex))));
     }
     if constexpr (!kDealt) {
-      fetch_queries(own_group * batch / all_groups);
+      fetch_rows(own_group * batch / all_groups, beside);
       begin_barriers();
     }
     Schedule<Order::kLine> schedule{tables, tables + batch, 0, batch, passes, all_groups};

@@ -73,37 +73,52 @@ struct ClusterInbox {
     return static_cast<int>(65536u / static_cast<u32>(parts)) + 1;
   }
 
-  // Sends a row of part `own` to the blocks that end its items; first_rank: of the unit's first block in the cluster.
-  template <class Row>
-  __device__ __forceinline__ void send(const Row& total, int row, int first_rank, int parts, int inverse, int own) const {
+  // Where a row of part `own` goes, in the blocks that end its items; first_rank: of the unit's first block in the
+  // cluster. It is found before the row is there.
+  struct Addresses {
+    u32 values[State::kVectors], numbers[State::kVectors], barriers[State::kVectors];
+  };
+  __device__ __forceinline__ Addresses addresses(int row, int first_rank, int parts, int inverse, int own) const {
+    Addresses found;
 #pragma unroll
     for (int j = 0; j < State::kVectors; ++j) {
-      const int column = State::column(j);
-      if (column >= State::kColumns) break;
+      const int column = min(State::column(j), State::kColumns - 4);
       const int item = row * kRowItems + column / kItemColumns;
       const int round = item * inverse / 65536, owner = item - round * parts;
       const u32 block = static_cast<u32>(first_rank + owner);
-      const u32 address = ptx::map_shared_rank(place(owner, round, parts, own), block);
-      const u32 barrier = ptx::map_shared_rank(arrived + side(owner), block);
-      ptx::store_async_cluster_f32x4(address + static_cast<u32>(column % kItemColumns) * 4, total.values[j], barrier);
-      if (column % kItemColumns == 0)
-        ptx::store_async_cluster_f32x4(address + kItemColumns * 4,
-                                       make_float4(total.reference, total.sum, 0.0f, 0.0f), barrier);
+      found.numbers[j] = ptx::map_shared_rank(place(owner, round, parts, own) + kItemColumns, block);
+      found.values[j] = found.numbers[j] - static_cast<u32>(kItemColumns - column % kItemColumns) * 4;
+      found.barriers[j] = ptx::map_shared_rank(arrived + side(owner), block);
+    }
+    return found;
+  }
+
+  template <class Row>
+  __device__ __forceinline__ void send(const Row& total, const Addresses& to) const {
+#pragma unroll
+    for (int j = 0; j < State::kVectors; ++j) {
+      if (State::column(j) >= State::kColumns) break;
+      ptx::store_async_cluster_f32x4(to.values[j], total.values[j], to.barriers[j]);
+      if (State::column(j) % kItemColumns == 0)
+        ptx::store_async_cluster_f32x4(to.numbers[j], make_float4(total.reference, total.sum, 0.0f, 0.0f),
+                                       to.barriers[j]);
     }
   }
 
-  // Waits for all parts of this block's items of a unit and ends them, an item a warp at a time. finish(row, column, values,
-  // reference, sum): by the lanes that have an item's columns, four each.
-  template <int kWarps, class Finish>
-  __device__ __forceinline__ void end(const SharedUnit& unit, Finish finish) const {
+  // Waits for all parts of this block's items of a unit and ends them, an item a warp at a time. locate(row): what finish
+  // needs of a row, found before the wait. finish(at, column, values, reference, sum): by the lanes that have an item's
+  // columns, four each.
+  template <int kWarps, class Locate, class Finish>
+  __device__ __forceinline__ void end(const SharedUnit& unit, Locate locate, Finish finish) const {
     const int lane = static_cast<int>(threadIdx.x % 32), share = lane / kItemLanes;
     const int column = lane % kItemLanes * 4;
     const int items = unit.rows * kRowItems;
+    int round = static_cast<int>(threadIdx.x / 32), item = round * unit.parts + unit.own;
+    if (item >= items) return;
+    auto at = locate(item / kRowItems);
     ptx::mbarrier_wait_parity(arrived + side(unit.own), 0);
 #pragma unroll 1
-    for (int round = static_cast<int>(threadIdx.x / 32);; round += kWarps) {
-      const int item = round * unit.parts + unit.own;
-      if (item >= items) break;
+    for (;;) {
       float2 numbers[kTrips];
       float4 loaded[kTrips];
       float largest = negative_infinity();
@@ -139,8 +154,12 @@ struct ClusterInbox {
         for (float& sum : sums) sum += __shfl_xor_sync(kFullWarp, sum, distance);
       }
       if (share == 0)
-        finish(item / kRowItems, item % kRowItems * kItemColumns + column,
-               make_float4(sums[0], sums[1], sums[2], sums[3]), largest, sums[4]);
+        finish(at, item % kRowItems * kItemColumns + column, make_float4(sums[0], sums[1], sums[2], sums[3]), largest,
+               sums[4]);
+      round += kWarps;
+      item = round * unit.parts + unit.own;
+      if (item >= items) return;
+      at = locate(item / kRowItems);
     }
   }
 };

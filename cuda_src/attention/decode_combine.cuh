@@ -195,7 +195,7 @@ struct RowEnd {
     const float subtract = largest == negative_infinity() ? 0.0f : largest;
     const float correction = ptx::ex2_approx(reference - subtract);
     const float total = fmaf(sum, correction, ptx::ex2_approx(sink * kLog2e - subtract));
-    factor = total == 0.0f ? 0.0f : correction / total;
+    factor = total == 0.0f ? 0.0f : correction * ptx::rcp_approx(total);
     lse = total == 0.0f ? negative_infinity() : fmaf(subtract, kLn2, logf(total));
   }
 };

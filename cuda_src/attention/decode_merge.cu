@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     combine_parts<State, FromOtherBlocks, kWarps>(
         parts, rank, parts - 1, min(kRows, total_rows - first_row), scratch, rows,
         [&](int row, const CombinedRow<State>& total) {
-          result.write(schedule.base + at.sequence, kv_head, first_row + row, total);
+          result.write(result.locate(schedule.base + at.sequence, kv_head, first_row + row), total);
         });
   };
 

@@ -20,10 +20,22 @@ struct DecodeResult {
   int queries;
   int heads;
 
-  // Row `row` of a KV head's queries * kGroup. One warp calls it.
+  // Where row `row` of a KV head's queries * kGroup belongs, and its sink.
+  struct RowPlace {
+    Element* target;
+    i64 lse;
+    float sink;
+  };
+  __device__ __forceinline__ RowPlace locate(int sequence, int kv_head, int row) const {
+    const int query = row / kGroup, head = kv_head * kGroup + row % kGroup;
+    return {out + sequence * out_batch + query * out_query + head * out_head,
+            (static_cast<i64>(sequence) * heads + head) * queries + query,
+            sinks == nullptr ? negative_infinity() : sinks[head * sinks_stride]};
+  }
+
+  // The row. One warp calls it.
   template <class Row>
-  __device__ __forceinline__ void write(int sequence, int kv_head, int row, const Row& total) const {
-    const RowOf at(*this, sequence, kv_head, row);
+  __device__ __forceinline__ void write(const RowPlace& at, const Row& total) const {
     const RowEnd end(total.reference, total.sum, at.sink);
     constexpr int kVectors = static_cast<int>(sizeof(total.values) / sizeof(float4));
 #pragma unroll
@@ -32,31 +44,16 @@ struct DecodeResult {
     if (threadIdx.x % 32 == 0 && lse != nullptr) lse[at.lse] = end.lse;
   }
 
-  // Four columns of that row. Lanes of a warp may have different ones.
-  __device__ __forceinline__ void write_part(int sequence, int kv_head, int row, int column, float4 values,
-                                             float reference, float sum) const {
-    const RowOf at(*this, sequence, kv_head, row);
+  // Four columns of it. Lanes of a warp may have different ones.
+  __device__ __forceinline__ void write_part(const RowPlace& at, int column, float4 values, float reference,
+                                             float sum) const {
     const RowEnd end(reference, sum, at.sink);
     write_columns(at, column, values, end.factor);
     if (column == 0 && lse != nullptr) lse[at.lse] = end.lse;
   }
 
  private:
-  // Where a row belongs, and its sink.
-  struct RowOf {
-    Element* target;
-    i64 lse;
-    float sink;
-
-    __device__ __forceinline__ RowOf(const DecodeResult& result, int sequence, int kv_head, int row) {
-      const int query = row / kGroup, head = kv_head * kGroup + row % kGroup;
-      target = result.out + sequence * result.out_batch + query * result.out_query + head * result.out_head;
-      lse = (static_cast<i64>(sequence) * result.heads + head) * result.queries + query;
-      sink = result.sinks == nullptr ? negative_infinity() : result.sinks[head * result.sinks_stride];
-    }
-  };
-
-  __device__ __forceinline__ void write_columns(const RowOf& at, int column, float4 v, float factor) const {
+  __device__ __forceinline__ void write_columns(const RowPlace& at, int column, float4 v, float factor) const {
     const float values[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
     if constexpr (kDense) {
       if (column < kValueDim) store_floats(at.target + column, values);

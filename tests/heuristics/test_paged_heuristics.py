@@ -35,27 +35,38 @@ def test_one_block_an_sm_with_three_stages_for_the_usual_decoder():
         assert (chosen.groups, chosen.together, chosen.dealt, chosen.cluster) == (16, 8, batch == 1, False)
 
 
-def test_clusters_merge_one_sequence_where_there_are_any():
+def test_clusters_merge_where_there_are_any():
     shape = DecodeShape(1, 4, 8, 128, 128, 2, False, positions=256)
     for arch in ARCHITECTURES:
         chosen = choose_decode(shape, sim_device(arch))
         assert chosen.dealt and chosen.cluster == (arch not in ("sm_80", "sm_89"))
         assert not chosen.cluster or chosen.groups == 8
-    for other in ({"batch": 4}, {"window": True}, {"positions": 10**5}, {"kv_heads": 1}, {"kv_heads": 64}):
-        assert not choose_decode(dataclasses.replace(shape, **other), sim_device("sm_90a")).cluster
+    hopper = sim_device("sm_90a")
+    for other in ({"positions": 10**5}, {"kv_heads": 1}, {"kv_heads": 64}, {"batch": 64, "positions": 10**4}):
+        assert not choose_decode(dataclasses.replace(shape, **other), hopper).cluster
+    assert choose_decode(dataclasses.replace(shape, window=True), hopper).cluster
+    assert choose_decode(dataclasses.replace(shape, batch=4, positions=4096), hopper).cluster
+    for slow in ({"itemsize": 1}, {"itemsize": 4}, {"rows": 16}, {"scattered": True}):  # products take longer
+        assert not choose_decode(dataclasses.replace(shape, **slow), hopper).cluster
+        assert choose_decode(dataclasses.replace(shape, positions=64, **slow), hopper).cluster
+
+
+@pytest.mark.parametrize(("kv_heads", "groups"), [(8, 8), (14, 8), (16, 4), (32, 2)])
+def test_all_clusters_are_resident_at_once(kv_heads, groups):
+    chosen = choose_decode(DecodeShape(1, 1, kv_heads, 128, 128, 2, False, 256), sim_device("sm_90a"))
+    assert (chosen.cluster, chosen.groups, chosen.together) == (True, groups, kv_heads)
+    assert chosen.blocks <= 120
 
 
 def test_few_keys_are_read_by_four_warps_a_block():
-    chosen = [
-        choose_decode(DecodeShape(4, 4, 8, 128, 128, 2, False, positions), sim_device("sm_90a"))
-        for positions in (128, 256, 512)
-    ]
-    assert [(c.warps, c.stages, c.min_blocks) for c in chosen] == [(4, 6, 1), (4, 6, 1), (8, 3, 1)]
-    alone = [
-        choose_decode(DecodeShape(1, 4, 8, 128, 128, 2, False, positions), sim_device("sm_90a"))
-        for positions in (64, 256)
-    ]
-    assert [(c.warps, c.stages, c.cluster) for c in alone] == [(4, 6, True), (8, 3, True)]
+    def chosen(batch: int, kv_heads: int, positions: int) -> tuple[int, bool]:
+        shape = DecodeShape(batch, 4, kv_heads, 128, 128, 2, False, positions)
+        found = choose_decode(shape, sim_device("sm_90a"))
+        return found.warps, found.cluster
+
+    assert [chosen(4, 4, positions) for positions in (512, 1024)] == [(4, False), (8, False)]
+    assert [chosen(1, 8, positions) for positions in (64, 256)] == [(4, True), (8, True)]
+    assert chosen(4, 8, 128) == (8, True)
 
 
 @pytest.mark.parametrize(
