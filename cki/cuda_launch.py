@@ -1,9 +1,9 @@
 """Plans on a GPU: launches with everything but addresses and stream prepared.
 
-A plan's launch is one generated function of straight-line code: `launch(stream, p0, p1, ...)` writes the addresses with
-one `struct.pack_into` and then calls the driver once a step.  Steps that need no launch attribute go through CuPy's
-`launchKernel` (0.09 us above the driver), the others through `cuLaunchKernelEx` of cuda.bindings, with a configuration
-object that is touched only when the stream changes.
+A launch that is repeated is one generated function of straight-line code: `launch(stream, p0, p1, ...)` writes the
+addresses with one `struct.pack_into` and then calls the driver once a step.  Steps that need no launch attribute go
+through CuPy's `launchKernel` (0.09 us above the driver), the others through `cuLaunchKernelEx` of cuda.bindings, with a
+configuration object that is touched only when the stream changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cki import cache, driver, log, tensor_map
 from cki.arguments import ArgumentBlock, lay_out
 from cki.device import DeviceInfo
 from cki.errors import LaunchError
-from cki.launch import Executable, describe_step
+from cki.launch import Executable, Launcher, describe_step
 from cki.plan import Plan, Step
 
 _INFO = logging.INFO
@@ -39,7 +39,8 @@ class CudaExecutable(Executable):
         self.functions = [self._load(step) for step in plan.steps]
         self._free: list[_LaunchBlock] = []
         self._many_devices = driver.device_count() > 1
-        self._straight = self.launcher()
+        self._straight: Launcher | None = None
+        self._was_launched = False
 
     def _load(self, step: Step) -> Any:
         key, compiled = cache.get(step.kernel, driver.native_arch(self.device.index))
@@ -146,11 +147,42 @@ class CudaExecutable(Executable):
         return attributes
 
     def launch(self, pointers: Sequence[int], stream: int) -> None:
+        if self._straight is None:
+            if not self._was_launched:  # a problem that never comes again is not worth a function
+                self._was_launched = True
+                self._launch_plainly(pointers, stream)
+                return
+            self._straight = self.launcher()
         self._straight(stream, *pointers)
+
+    def _launch_plainly(self, pointers: Sequence[int], stream: int) -> None:
+        """What the generated function does."""
+        if _is_logging(_INFO):
+            self.log_steps()
+        if self._many_devices and driver.current_device() != self.device.index:
+            self._launch_elsewhere(pointers, stream)
+            return
+        block = self._new_block()
+        block[1].fill(pointers)
+        try:
+            done = 0
+            for done in range(len(self.plan.steps)):
+                self._launch_step(done, block, stream)
+        except CUDADriverError as error:
+            self._recover(error, block, done, stream)
+        self._free.append(block)
+
+    def _launch_step(self, position: int, block: _LaunchBlock, stream: int) -> None:
+        step, prepared = self.plan.steps[position], block[2 + position]
+        if callable(prepared):
+            prepared(stream)
+        else:
+            function = int(self.functions[position])
+            launchKernel(function, *step.grid, *step.block, step.smem, stream, prepared, 0)
 
     def _launch_elsewhere(self, pointers: Sequence[int], stream: int) -> None:
         with driver.on_device(self.device.index):
-            self._straight(stream, *pointers)
+            self.launch(pointers, stream)
 
     def _recover(self, error: CUDADriverError, block: _LaunchBlock, done: int, stream: int) -> None:
         """After a refused launch: the rest again, if all that lacks is a context; else LaunchError."""
@@ -159,13 +191,8 @@ class CudaExecutable(Executable):
         # This thread has not used CUDA yet, so it has no context: give it one for these launches.
         with driver.on_device(self.device.index):
             for position in range(done, len(self.plan.steps)):
-                step, prepared = self.plan.steps[position], block[2 + position]
                 try:
-                    if callable(prepared):
-                        prepared(stream)
-                    else:
-                        function = int(self.functions[position])
-                        launchKernel(function, *step.grid, *step.block, step.smem, stream, prepared, 0)
+                    self._launch_step(position, block, stream)
                 except CUDADriverError as later:
                     self._refuse(later, position)
 

@@ -90,9 +90,22 @@ def executable(*steps, arch="sm_90a"):
     return cuda_launch.CudaExecutable(Plan(steps), sim_device(arch), ("x", "y"))
 
 
+@pytest.fixture(params=["plain", "generated"])
+def prepared(request):
+    """`executable`, at its first launch or with its function made."""
+
+    def prepare(*steps):
+        made = executable(*steps)
+        if request.param == "generated":
+            made._straight = made.launcher()
+        return made
+
+    return prepare
+
+
 def test_every_launch_gets_its_own_values(cuda):
     made = executable(step(X, Y, 1), step(LATER, X, 2), step(X, Y, 3, cluster=(1, 1, 1), cooperative=True))
-    for stream, x, y in ((0, 1 << 46, 1 << 45), (7, 3 << 40, 5 << 40), (0, 1 << 46, 1 << 45)):
+    for stream, x, y in ((0, 1 << 46, 1 << 45), (7, 3 << 40, 5 << 40), (0, 1 << 46, 1 << 45), (0, 16, 32)):
         made.launch([x, y], stream)
         assert cuda.launches == [
             (0x1001, 1, stream, [x, y, 2.0, 1.0, 1]),
@@ -117,16 +130,16 @@ def test_tensor_maps_are_encoded_when_their_address_changes(cuda, monkeypatch):
     assert [values[1] for *_, values in cuda.launches] == [1 << 45, 1 << 45, 3 << 45]
 
 
-def test_a_refused_launch_is_named(cuda):
-    made = executable(step(X, Y, 1), step(Y, X, 2))
+def test_a_refused_launch_is_named(cuda, prepared):
+    made = prepared(step(X, Y, 1), step(Y, X, 2))
     cuda.refusals = {1: OUT_OF_MEMORY}
     with pytest.raises(LaunchError, match=r"error 2: launch affine<.*grid=\(2, 1, 1\)"):
         made.launch([16, 32], 0)
     assert [grid for _, grid, _, _ in cuda.launches] == [1] and not cuda.entered
 
 
-def test_a_thread_without_a_context_gets_one_and_launches_once(cuda):
-    made = executable(step(X, Y, 1), step(Y, X, 2))
+def test_a_thread_without_a_context_gets_one_and_launches_once(cuda, prepared):
+    made = prepared(step(X, Y, 1), step(Y, X, 2))
     cuda.current, cuda.refusals = -1, {0: INVALID_CONTEXT}
     made.launch([16, 32], 0)
     assert [grid for _, grid, _, _ in cuda.launches] == [1, 2]
@@ -136,9 +149,9 @@ def test_a_thread_without_a_context_gets_one_and_launches_once(cuda):
         made.launch([16, 32], 0)
 
 
-def test_on_a_machine_of_many_devices_the_right_one_is_made_current(cuda):
+def test_on_a_machine_of_many_devices_the_right_one_is_made_current(cuda, prepared):
     cuda.devices = 2
-    made = executable(step(X, Y, 1))
+    made = prepared(step(X, Y, 1))
     cuda.current = made.device.index
     made.launch([16, 32], 0)
     assert not cuda.entered
@@ -148,8 +161,8 @@ def test_on_a_machine_of_many_devices_the_right_one_is_made_current(cuda):
     assert [stream for _, _, stream, _ in cuda.launches] == [0, 5]
 
 
-def test_launches_are_logged_before_they_happen(cuda, caplog):
-    made = executable(step(X, Y, 1))
+def test_launches_are_logged_before_they_happen(cuda, prepared, caplog):
+    made = prepared(step(X, Y, 1))
     with caplog.at_level(logging.INFO, log.logger.name):
         cuda.refusals = {0: OUT_OF_MEMORY}
         with pytest.raises(LaunchError):
@@ -157,9 +170,8 @@ def test_launches_are_logged_before_they_happen(cuda, caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_launch_inside_a_launch_has_arguments_of_its_own(cuda, monkeypatch):
+def test_a_launch_inside_a_launch_has_arguments_of_its_own(cuda, prepared, monkeypatch):
     """As from a signal handler, or another thread while the driver has the lock."""
-    made = executable(step(X, Y, 1))
     launch = cuda.launch
 
     def nested(*arguments):
@@ -169,7 +181,7 @@ def test_a_launch_inside_a_launch_has_arguments_of_its_own(cuda, monkeypatch):
         launch(*arguments)
 
     monkeypatch.setattr(cuda_launch, "launchKernel", nested)
-    made = executable(step(X, Y, 1))
+    made = prepared(step(X, Y, 1))
     made.launch([16, 32], 0)
     assert [values[:2] for *_, values in cuda.launches[1:]] == [[48, 64], [16, 32]]
     assert len(made._free) == 2

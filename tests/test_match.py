@@ -115,6 +115,8 @@ def test_recent_problems_are_found_again_and_give_the_same_bits(monkeypatch):
     x = [torch.randn(3, 24), torch.randn(5, 24), torch.randn(3, 24, dtype=torch.float64).float()[:, :16]]
     with cki.device("sim"):
         first = [cki.rms_norm(t, eps=eps) for t in x for eps in (1e-6, 0.5)]
+        second = [cki.rms_norm(t, eps=eps) for t in x for eps in (1e-6, 0.5)]  # now they get their functions
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
         del searched[:]
         again = [cki.rms_norm(t, eps=eps) for t in x for eps in (1e-6, 0.5)]
         assert not searched

@@ -188,7 +188,7 @@ def test_known_problems_of_a_copied_spec_are_its_own():
 
 
 def test_problems_in_turn_are_expected_in_their_order():
-    """The second time round, no problem is tried that is another's."""
+    """Once each is known and all came round, no problem is tried that is another's."""
     spec, tried = dataclasses.replace(AFFINE), []
     shapes = [(2, 8), (5, 8), (3, 8), (7, 8)]
 
@@ -201,7 +201,7 @@ def test_problems_in_turn_are_expected_in_their_order():
             x = torch.randint(-9, 9, shape).float()
             assert torch.equal(call_module.call(spec, (x, None), (2.0, 0.0, 1), (None,)), 2 * x)
 
-    for _ in range(2):
+    for _ in range(3):
         once()
     for known in spec.recent._known:
         count(known)
@@ -217,3 +217,12 @@ def test_more_problems_than_are_kept():
             x = torch.full((rows, 8), float(rows))
             assert torch.equal(call_module.call(spec, (x, None), (2.0, 0.0, 1), (None,)), 2 * x)
     assert len(spec.recent._known) == 8
+
+
+def test_a_problem_that_never_comes_again_gets_no_function(searched):
+    x = torch.randint(-9, 9, (11, 13)).float()
+    spec = dataclasses.replace(AFFINE)
+    for number in range(4):
+        assert torch.equal(call_module.call(spec, (x, None), (2.0, 0.0, 1), (None,)), 2 * x)
+        assert len(spec.recent._known) == (number > 0)
+    assert len(searched) == 2

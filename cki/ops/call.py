@@ -20,6 +20,7 @@ from cki.device import _current
 from cki.ops.bind import bind, out_arguments, require_inputs
 from cki.ops.entry import Entry
 from cki.ops.match import Recognition
+from cki.ops.recent import SteadyCall
 from cki.ops.spec import OpSpec
 from cki.ops.steady import steady_call
 
@@ -73,9 +74,13 @@ def call(
         handle = None if stream is None else stream_handle(stream)
         tensors = tuple(adapter.begin(tensor_names(spec), tensors, handle))
     entry, pointers = find_entry(spec, adapter, tensors, attributes)
+    steady = _remember(entry, inputs, attributes, outs)
+    if steady is not None and stream is None:
+        result = steady(inputs, _frozen(attributes), outs)
+        if result is not None:
+            return result
     if entry.overlaps:
         entry.check_overlap(pointers)
-    _remember(entry, inputs, attributes, outs)
     return entry.run(pointers, tensors, outs, stream)
 
 
@@ -99,19 +104,28 @@ call._torchdynamo_inline = _traced  # type: ignore[attr-defined]
 
 def _remember(
     entry: Entry, inputs: tuple[Any, ...], attributes: tuple[Any, ...], outs: tuple[Any, ...]
-) -> None:
-    """Try this problem first from now on, if its tensors can be recognised."""
-    if not entry.adapter.direct or entry.steady in entry.spec.recent:
-        return
+) -> SteadyCall | None:
+    """The problem's own function, which will be tried by its key no more.
+
+    None on the first call, as making it takes longer than ten calls by the key and many problems never come again; and
+    where its tensors cannot be recognised.
+    """
     if entry.steady is None:
+        if not entry.adapter.direct or entry.is_settled:
+            return None
+        if not entry.was_called:
+            entry.was_called = True
+            return None
+        entry.is_settled = True
         tensors = inputs + outs
         guards = [None if tensor is None else entry.adapter.guard(tensor) for tensor in tensors]
         if any(guard is None and tensor is not None for guard, tensor in zip(guards, tensors)):
-            return
+            return None
         likeness = entry.adapter.likeness([tensor for tensor in tensors if tensor is not None])
         entry.steady = steady_call(entry, Recognition(guards, likeness), len(inputs), _frozen(attributes))
-    if entry.steady is not None:
+    if entry.steady is not None and entry.steady not in entry.spec.recent:
         entry.spec.recent.add(entry.steady)
+    return entry.steady
 
 
 def _frozen(attributes: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cki import capture_state, driver
@@ -13,6 +13,7 @@ from cki.errors import InvalidArgumentError
 from cki.launch import Executable, prepare
 from cki.ops.bind import Bound, out_arguments
 from cki.ops.overlap import OverlapRule, byte_range, overlap_rule
+from cki.ops.recent import SteadyCall
 from cki.ops.spec import OpSpec
 from cki.tensor import DeviceId
 
@@ -26,12 +27,13 @@ class Entry:
     new_outputs: shape and element type of each output that is allocated.
     order: where each result comes from: (True, position among the caller's outs) or (False, n-th new output).
     overlaps: pairs of tensors whose memory must not overlap.
-    steady: its function of `cki.ops.steady`, once there is one.
+    steady: its function of `cki.ops.steady`, once there is one.  is_settled: whether it was decided if there can be.
     """
 
     __slots__ = (
         "_captured_workspaces", "_keeps_captured_workspaces", "_read_stream", "adapter", "current_stream", "device_id",
-        "executable", "new_outputs", "order", "overlaps", "spec", "steady", "workspace_nbytes", "workspace_offsets",
+        "executable", "is_settled", "new_outputs", "order", "overlaps", "spec", "steady", "was_called",
+        "workspace_nbytes", "workspace_offsets",
     )  # fmt: skip
 
     def __init__(self, spec: OpSpec, adapter: Adapter, bound: Bound, given: Sequence[str]) -> None:
@@ -79,7 +81,8 @@ class Entry:
         # caller captures by other means than cki.capture, it is kept here for good.
         self._keeps_captured_workspaces = not is_sim and adapter.name != "torch"
         self._captured_workspaces: list[Any] = []
-        self.steady: Callable[..., Any] | None = None
+        self.steady: SteadyCall | None = None
+        self.was_called = self.is_settled = False
 
     def _place_workspace(self, sizes: Sequence[int]) -> None:
         """One allocation holds all slots, each 256-byte aligned whatever the allocator's alignment."""
