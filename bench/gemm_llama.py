@@ -4,12 +4,12 @@
     python bench/gemm_llama.py --rows 1 16 --layout in_out
     python bench/gemm_llama.py --without tma                     # candidates whose names contain that
 
-No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of the kernel whose threads copy
-(`skinny/linear.cu`), by its model, and small blocks of Hopper's GEMM; for 64 rows also its larger ones, and the kernel
-for few rows that copies by TMA (`skinny/streamed.cu`).  Kernels are compiled first, several at a time.  Then one worker
-process compares every implementation with a float64 product on the GPU before it times all of a cell in turn, one graph
-replay each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that
-it was at.
+No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of `skinny/linear.cu`, by its model;
+for 64 rows small and larger blocks of Hopper's GEMM, and `skinny/streamed.cu`; each also with more of its weight asked
+for ahead of the launch (`a12`, `a24`: stages).  Kernels are compiled first, several at a time.  Then one worker process
+compares every implementation with a float64 product on the GPU before it times all of a cell in turn, one graph replay
+each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that it was
+at.
 
 `vs_torch`: torch's time over ours.  `of_copy`: the weight's bytes a second over the rate of a copy in the same run.
 Each cell's line is the fastest with the choice beside it; the last are geometric means.  Writes results/gemm_llama.csv.
@@ -18,6 +18,7 @@ Each cell's line is the fastest with the choice beside it; the last are geometri
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -47,11 +48,10 @@ from cki.ops.linear import plan_linear
 PRODUCTS = ("4096x6144", "4096x4096", "4096x28672", "14336x4096")
 ROWS = (1, 8, 16, 64, 2048)
 LAYOUTS = ("in_out", "out_in")
+#: Stages that are asked for in L2 ahead of a launch.
+AHEAD = (12, 24)
 #: Of Hopper's GEMM with 64 rows, besides small ones.
-LOW_TILES = (
-    HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True), HopperTile(64, 128, 8, split=2),
-    HopperTile(64, 128, 8, split=2, pushes=True), HopperTile(64, 256, 4, True),
-)  # fmt: skip
+LOW_TILES = (HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True))
 #: By TMA, 64 rows high.
 TMA_HIGH = (SkinnyTile(64, 64, 1, 4, 8, 2, tma=True),)
 ROUNDS = 10
@@ -69,10 +69,13 @@ def candidates(
     tiles: list[SkinnyTile | HopperTile] = []
     if rows <= 64:
         copying = choose_skinny_tile(rows, columns, depth, 2, device, along_n=along_n)
-        tiles += [copying] if copying is not None else []
-        tiles += SMALL_TILES
+        if copying is not None:
+            early = dataclasses.replace(copying, programmatic=True)
+            tiles += [copying, *(dataclasses.replace(early, ahead=ahead) for ahead in AHEAD)]
     if rows == 64:
-        tiles += [*LOW_TILES, *(tile for tile in TMA_HIGH if fits(tile, 2, device, along_n=along_n))]
+        own = (*SMALL_TILES, *LOW_TILES)
+        tiles += [*own, *(dataclasses.replace(tile, ahead=ahead) for tile in own for ahead in AHEAD)]
+        tiles += [tile for tile in TMA_HIGH if fits(tile, 2, device, along_n=along_n)]
     elif rows > 64:
         tiles += sorted(TILES, key=lambda tile: predicted_time(tile, rows, columns, depth, device))[:3]
     kinds = {SkinnyTile: "skinny", HopperTile: "hopper"}

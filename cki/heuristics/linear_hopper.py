@@ -45,11 +45,11 @@ LAUNCH_REGISTERS = 168
 @dataclass(frozen=True)
 class HopperTile:
     """block_m x block_n: a tile of the result.  stages: of the ring.  ping_pong: two consumers take tiles in turn, else
-    they share each.  split: blocks of a cluster, each with its part of K; the consumers then share the one tile.
+    they share each.  split: blocks of a cluster, 1 or 2, each with half of K; the consumers then share the tile.
     sharers: blocks of a cluster whose tiles lie below each other, and who bring their weight for each other.
     programmatic: the launch may begin while the one before it in the stream ends.
-    pushes: of K in two parts, sums are stored into the block that finishes them, which reads nothing from afar.
     consumers: 2, or 1 in a small block, of which an SM holds several.
+    ahead: stages of the weight that are asked for in L2 while the launch before still runs; 0: the ring's.
     fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
 
@@ -61,9 +61,9 @@ class HopperTile:
     sharers: int = 1
     programmatic: bool = True
     spare_warps: bool = False
-    pushes: bool = False
     consumers: int = 2
     fetches: bool = False
+    ahead: int = 0
 
     @property
     def shares_columns(self) -> bool:
@@ -110,8 +110,8 @@ class HopperTile:
         words = (
             f"{self.block_m}x{self.block_n}s{self.stages}", "pp" if self.ping_pong else "",
             f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
-            "push" if self.pushes else "", "small" if self.consumers == 1 else "",
- "fetch" if self.fetches else "",
+            "small" if self.consumers == 1 else "",
+ "fetch" if self.fetches else "", f"a{self.ahead}" if self.ahead else "",
             "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
         )  # fmt: skip
         return "".join(words)
@@ -120,11 +120,11 @@ class HopperTile:
 #: What the choice takes.
 TILES = (
     HopperTile(128, 256, 4), HopperTile(256, 128, 4), HopperTile(128, 128, 6, True), HopperTile(128, 128, 6),
-    HopperTile(64, 128, 8, True), HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, split=2),
+    HopperTile(64, 128, 8, True), HopperTile(64, 64, 8, True), HopperTile(128, 64, 8, split=2),
 )  # fmt: skip
 #: Small blocks, to be measured.
 SMALL_TILES = (
-    HopperTile(64, 64, 6, consumers=1), HopperTile(64, 64, 6, split=2, pushes=True, consumers=1),
+    HopperTile(64, 64, 6, consumers=1), HopperTile(64, 64, 6, split=2, consumers=1),
 )  # fmt: skip
 #: With a residual by TMA, to be measured.
 FETCHING_TILES = (
@@ -134,8 +134,7 @@ FETCHING_TILES = (
 #: What `bench/gemm.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
     *TILES, HopperTile(64, 256, 4, True), HopperTile(128, 128, 6, True, sharers=2), HopperTile(128, 256, 4, sharers=2),
-    HopperTile(128, 128, 6, split=3), HopperTile(64, 128, 8, split=2, pushes=True),
-    HopperTile(128, 64, 8, split=2, pushes=True), *SMALL_TILES, *FETCHING_TILES,
+    HopperTile(64, 128, 8, split=2), *SMALL_TILES, *FETCHING_TILES,
 )  # fmt: skip
 
 
@@ -168,7 +167,7 @@ _L2_RATE = 12.9e6
 # Of a tile's finish, at first and for each 64 columns x 64 rows of a consumer: plain, activation, residual.
 _FINISH_US = {"": (0.0, 0.32), "activation": (1.44, 0.59), "residual": (0.42, 0.93)}
 # Of the sum over a cluster's blocks.
-_EXCHANGE_US = 3.1
+_EXCHANGE_US = 2.6
 
 
 def predicted_time(

@@ -59,6 +59,8 @@ class SkinnyTile:
     block_m, block_n: the tile of a cluster.  warps_n, warps_k: how a block's warps share its columns, and the K steps
         of a stage.  stages: depth of the ring.  split: blocks of the cluster, each with its part of K.
     programmatic: the launch may begin while the one before it in the stream ends (sm_90 and later; else no effect).
+    ahead: of a programmatic launch, stages of its weight that are asked for in L2 while the launch before still runs;
+        0: as many as its copies have under way.
     tma: `streamed.cu` instead of `linear.cu` (sm_90a, f16 and bf16): warps_k warps take whole stages in turn, one more
         issues copies; with split = 1 a block computes several tiles.
     """
@@ -71,6 +73,11 @@ class SkinnyTile:
     split: int = 1
     programmatic: bool = True
     tma: bool = False
+    ahead: int = 0
+
+    @property
+    def stages_ahead(self) -> int:
+        return self.ahead or self.stages - 1
 
     @property
     def threads(self) -> int:
@@ -86,7 +93,9 @@ class SkinnyTile:
     def __str__(self) -> str:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
         kind = f"{'tma' if self.tma else ''}{'' if self.programmatic else 'serial'}"
-        return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}"
+        return (
+            f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{f'a{self.ahead}' if self.ahead else ''}"
+        )
 
 
 def _with_splits(

@@ -207,14 +207,10 @@ def plan_linear_hopper(
         obstacles.append(
             f"tiles {tile}: a cluster splits K, or shares out the weight in multiples of eight rows"
         )
-    if tile.split > 1 and (tile.ping_pong or tile.ring_bytes < tile.block_m * tile.block_n * 4):
-        obstacles.append(
-            f"tiles {tile}: the blocks of a cluster share one tile, whose fp32 sums must fit where stages were"
-        )
-    if tile.pushes and (tile.split != 2 or tile.accumulators > 32):
-        obstacles.append(
-            f"tiles {tile}: a consumer of two pushes at most 32 sums a thread, to one other block"
-        )
+    if tile.split > 1 and (tile.split > 2 or tile.ping_pong or tile.accumulators > 32):
+        obstacles.append(f"tiles {tile}: two blocks share one tile, with at most 32 sums a thread")
+    if tile.consumers == 1 and (tile.ping_pong or tile.block_m > 64 or norm is not None or gates is not None):
+        obstacles.append(f"tiles {tile}: small blocks have 64 rows, and no norms or gates")
     if gates is not None:
         obstacles += _halves_obstacles(y, access)
     if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
@@ -306,7 +302,8 @@ def hopper_kernel(
         kConsumers=tile.consumers, kMinBlocks=tile.blocks_together,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
-        kPingPong=tile.ping_pong, kSplit=tile.split, kPushSums=tile.pushes, kSharers=tile.sharers, kGated=gated,
+        kStagesAhead=tile.ahead or tile.stages,
+        kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated,
         kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,
         kTmaStore=tma_store, kTmaResidual=fetches, kVectorY=2 if pair_y else 1,
         kVectorBias=2 if (bias is not None or norm == "residual") and pair_bias else 1,
@@ -369,14 +366,12 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(f16, turns, bias=f16, activation="gelu", residual=True, along_n=False),
         hopper_kernel(bf16, turns, bias=bf16, activation="relu", residual=True, tma_store=False),
         hopper_kernel(f16, flat, bias=f16, activation="gelu", residual=True),
-        hopper_kernel(bf16, HopperTile(128, 128, 6, split=4), bias=bf16, activation="gelu", residual=True),
         hopper_kernel(bf16, HopperTile(128, 128, 6, True, sharers=2), bias=bf16, activation="gelu", residual=True),
         hopper_kernel(bf16, HopperTile(128, 256, 4, sharers=2), bias=bf16, residual=True, along_n=False),
         hopper_kernel(bf16, HopperTile(128, 128, 6, True), activation="silu", gated=True),
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, activation="gelu", along_n=False, gated=True),
-        hopper_kernel(f16, HopperTile(64, 128, 8, split=2), bias=f16, residual=True, along_n=False),
-        hopper_kernel(bf16, HopperTile(64, 128, 8, split=2, pushes=True), bias=bf16, residual=True),
-        hopper_kernel(f16, HopperTile(128, 64, 8, split=2, pushes=True), bias=f16, activation="gelu", along_n=False),
+        hopper_kernel(bf16, HopperTile(64, 128, 8, split=2), bias=bf16, residual=True),
+        hopper_kernel(f16, HopperTile(128, 64, 8, split=2), bias=f16, activation="gelu", along_n=False),
         *(hopper_kernel(bf16, tile, bias=bf16, residual=True, activation="silu") for tile in SMALL_TILES),
         *(
             hopper_kernel(f16, tile, bias=f16, residual=True, statistics=True, norm=norm, fetches=True)

@@ -85,8 +85,8 @@ def test_a_block_an_sm_at_most():
 
 def test_clusters():
     """Blocks that split K: one tile a cluster.  Blocks that share a weight: whole clusters, an SM a block."""
-    (step,) = plan(rows=2048, columns=2048, tile=HopperTile(128, 128, 6, split=2))
-    assert (step.grid, step.cluster) == ((512, 1, 1), (2, 1, 1))
+    (step,) = plan(rows=2048, columns=2048, tile=HopperTile(128, 64, 8, split=2))
+    assert (step.grid, step.cluster) == ((1024, 1, 1), (2, 1, 1))
     (step,) = plan(rows=8192, columns=8192, tile=HopperTile(128, 128, 6, True, sharers=2))
     assert (step.grid, step.cluster) == ((132, 1, 1), (2, 1, 1))
     (step,) = plan(rows=300, columns=136, tile=HopperTile(128, 128, 6, True, sharers=2))
@@ -138,7 +138,8 @@ def test_leading_axes_that_merge_are_rows():
         ({"tile": HopperTile(256, 128, 6)}, "bytes of shared memory"),
         ({"tile": HopperTile(128, 128, 4, split=8)}, "has no 8 parts"),
         ({"tile": HopperTile(128, 128, 4, True, split=2)}, "share one tile"),
-        ({"tile": HopperTile(128, 256, 2, split=2)}, "must fit where stages were"),
+        ({"tile": HopperTile(128, 128, 2, split=2)}, "at most 32 sums a thread"),
+        ({"tile": HopperTile(64, 64, 4, True, consumers=1)}, "small blocks have 64 rows"),
         ({"tile": HopperTile(128, 192, 3, sharers=16)}, "multiples of eight rows"),
         ({"tile": HopperTile(128, 128, 4, split=2, sharers=2)}, "a cluster splits K, or"),
     ],

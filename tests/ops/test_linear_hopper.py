@@ -23,16 +23,13 @@ from tests.orders import every_check, orders
 TURNS, SHARED = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2)
 SMALL = pytest.mark.parametrize("tile", [TURNS, SHARED, HopperTile(64, 64, 2, consumers=1)], ids=str)
 FETCHING = HopperTile(128, 128, 2, True, fetches=True)
-#: K over the blocks of a cluster: consumers that share columns, and rows; more warps than units to finish, and fewer.
+#: K over the blocks of a cluster: consumers that share columns, and rows; a small block.
 SPLIT = pytest.mark.parametrize(
     "tile",
     [
         HopperTile(64, 128, 2, split=2),
-        HopperTile(128, 64, 3, split=3),
-        HopperTile(128, 192, 3, split=2),
-        HopperTile(64, 128, 2, split=2, pushes=True),
-        HopperTile(128, 64, 3, split=2, pushes=True),
-        HopperTile(64, 64, 2, split=2, pushes=True, consumers=1),
+        HopperTile(128, 64, 3, split=2),
+        HopperTile(64, 64, 2, split=2, consumers=1),
     ],
     ids=str,
 )

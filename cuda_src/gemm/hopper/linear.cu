@@ -11,10 +11,9 @@
 //          products; turns (common/warpgroup_turns.cuh) keep one tile's products together.
 // Loop.    One stage's products stay in flight while the next are issued; a stage is released when its own have ended.
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
-// Split.   kSplit > 1, for fewer tiles than SMs: a cluster of kSplit blocks has one tile, each block a part of K, and
-//          their sums meet in distributed shared memory (cluster_sum.cuh). Not persistent: a block has one tile.
-//          kPushSums, of two blocks: each stores half of its sums into the other's shared memory (one barrier, and
-//          nobody reads from afar).
+// Split.   kSplit = 2, for fewer tiles than SMs: a cluster of two blocks has one tile, each block half of K. Each stores
+//          half of its sums into the other's shared memory, and finishes the other half (cluster_sum.cuh). Not
+//          persistent: a block has one tile.
 // Small.   kConsumers = 1, for few rows: blocks so small that two share an SM, and that the next launch's are there when
 //          this one's end.
 // Sharers. kSharers > 1: the blocks of a cluster compute tiles below each other, and each brings a part of their weight
@@ -28,8 +27,8 @@
 //          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
-// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kConsumers, kMinBlocks,
-//   kPingPong, kSplit, kPushSums, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
+// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kStagesAhead, kConsumers,
+//   kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
 //   kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual
 //   (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map and residual_map
@@ -106,13 +105,10 @@ using Ring = StageRing<kStages>;
 constexpr int kSpareWarpCount = 3;  // the producer's warpgroup, less its one thread's warp
 using Board = gemm::MomentsBoard<kTilesPerRound, kBlockM, kSpareWarpCount, kPingPong ? 4 : 4 * kConsumers>;
 static_assert(!kSpareWarps || kNormalisesX, "spare warps read the statistics of x");
-constexpr bool kInUnits = kSplit > 1 && !kPushSums;  // the cluster's warps share out a tile's sums
-using Parts = gemm::ClusterSum<kBlockM, kBlockN, kSplit, 4 * kConsumers>;
-static_assert(kSplit == 1 || Parts::kBytes <= Layout::kOutput, "parts lie where the stages were");
 using Pushed = gemm::PushedSum<kRowTiles, kGroupColumns / 2, 4 * kConsumers>;
-static_assert(!kPushSums || (kSplit == 2 && Pushed::kFits), "each block finishes half of a tile");
+static_assert(kSplit == 1 || (kSplit == 2 && Pushed::kFits), "each block finishes half of a tile");
 
-// The cluster's last barrier: parts have been read, barriers arrived at. It orders no memory, which would cost half a
+// The cluster's last barrier: all barriers have been arrived at. It orders no memory, which would cost half a
 // microsecond.
 __device__ __forceinline__ void end_cluster() {
   ptx::cluster_arrive_relaxed();
@@ -121,13 +117,12 @@ __device__ __forceinline__ void end_cluster() {
 
 // By warps that compute nothing: their share in the consumers' cluster barriers.
 __device__ __forceinline__ void leave_cluster() {
-  if constexpr (kPushSums) {
+  if constexpr (kSplit > 1) {
     ptx::cluster_wait();
     ptx::cluster_sync();
-    return;
+  } else if constexpr (kSharers > 1) {
+    end_cluster();
   }
-  if constexpr (kSplit > 1) ptx::cluster_sync();
-  if constexpr (kCluster > 1 && !kPushSums) end_cluster();
 }
 
 // The warp is done with the ring's stage: all blocks that copy into it may do so again.
@@ -189,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   } else {
     __syncthreads();
   }
-  if constexpr (kPushSums) ptx::cluster_arrive_relaxed();  // the block has started; who writes into it waits for that
+  if constexpr (kSplit > 1) ptx::cluster_arrive_relaxed();  // the block has started; who writes into it waits for that
 
   const gemm::Result<Element, Bias> result = {
       bias,   kVectorBias == 2 ? 1 : bias_stride,
@@ -223,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const auto stage_depth = [&](int k) { return (first_k + k) * gemm::kStageDepth; };
       // The first weights towards L2: no read, so it need not wait for the launch before.
       const gemm::TileColumns first = weight_columns(gemm::tile_of_block(block, tiles_m, tiles_n));
-      for (int k = 0; k < min(k_tiles, kStages); ++k) {
+      for (int k = 0; k < min(k_tiles, kStagesAhead); ++k) {
         gemm::prefetch_weight<Layout, kWeightAlongN, kSharers, kBoxes>(&w_map, first, stage_depth(k), m_part);
       }
       ptx::griddepcontrol_wait();
@@ -282,16 +277,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
     const int tile_row = (tile.m * kSharers + m_part) * kBlockM, tile_column = tile.n * kOutN;
-    // Of the tile, what this warp finishes begins here; with K split, its first unit does.
-    const int unit = rank * Parts::kOwnUnits + consumer * 4 + warp;
-    const int first_row = tile_row + (kInUnits ? Parts::row_of(unit) : group_row + warp * 16);
-    const int first_column = tile_column + (kInUnits ? Parts::column_of(unit) : group_column);
-    const bool finishes = kInUnits ? consumer * 4 + warp < Parts::kOwnUnits && unit < Parts::kUnits
-                                   : !kPushSums || (consumer * 4 + warp) / (2 * kConsumers) == rank;
+    const int first_row = tile_row + group_row + warp * 16, first_column = tile_column + group_column;  // of this warp
+    const bool finishes = kSplit == 1 || Pushed::owner_of(consumer * 4 + warp) == rank;
     if (finishes) {
-      constexpr int kRowTilesOut = kInUnits ? 1 : kRowTiles;
-      constexpr int kColumnsOut = kInUnits ? gemm::kSlabColumns : kGroupColumns / (kGated ? 2 : 1);
-      gemm::prefetch_inputs<Rules, kRowTilesOut, kColumnsOut>(result, first_row, first_column);
+      gemm::prefetch_inputs<Rules, kRowTiles, kGroupColumns / (kGated ? 2 : 1)>(result, first_row, first_column);
     }
     if constexpr (kTmaResidual) {
       buffers.template fetch<kRowTiles, kAcross>(&residual_map, first_row, first_column, rows, columns);
@@ -342,36 +331,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         gemm::multiply_again(sum, moments, operands, first_row, first_column);
       }
     }
-    if constexpr (kPushSums) {
+    if constexpr (kSplit > 1) {
       const Pushed pushed{smem + Layout::kOutput};
       ptx::cluster_wait();
       if (!finishes) pushed.push(sum, consumer * 4 + warp, rank);
       ptx::cluster_sync();
-      if (finishes) {
-        pushed.add_to(sum, consumer * 4 + warp, rank);
-        gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
-      }
-    } else if constexpr (kSplit == 1) {
-      gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
-    } else {
-      const Parts parts{reinterpret_cast<float*>(smem)};
-      ptx::bar_sync(1, 128 * kConsumers);  // both have read the last stage
-      parts.keep(sum, group_row + warp * 16, group_column);
-      ptx::cluster_sync();
-      for (int own = consumer * 4 + warp; own < Parts::kOwnUnits; own += 4 * kConsumers) {
-        const int at = rank * Parts::kOwnUnits + own;
-        if (at >= Parts::kUnits) break;
-        const int row = tile_row + Parts::row_of(at), column = tile_column + Parts::column_of(at);
-        // A load from another block whose value nobody needs could outlast that block.
-        if (row >= rows || column >= columns) continue;
-        if (at != unit) inputs.load(result, row, column);
-        float total[Parts::kSums];
-        parts.add(total, at);
-        gemm::write_slab(total, 0, 0, inputs, result, buffers, row, column, moments.mean[0], moments.rstd[0]);
-      }
+      if (finishes) pushed.add_to(sum, consumer * 4 + warp, rank);
     }
+    if (finishes) gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
   }
   if constexpr (kTmaStore) buffers.drain();
   turns.finish();
-  if constexpr (kCluster > 1 && !kPushSums) end_cluster();
+  if constexpr (kSharers > 1) end_cluster();
 }

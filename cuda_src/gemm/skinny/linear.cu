@@ -29,7 +29,7 @@
 //
 // Grid: (ceil(N / kBlockN) * kSplit, ceil(M / kBlockM)), clusters of (kSplit, 1).
 // Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsN, kWarpsK, kStages,
-//   kMinBlocks, kSplit, kProgrammatic, kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX,
+//   kMinBlocks, kSplit, kProgrammatic, kStagesAhead (asked for in L2 before the wait), kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX,
 //   kUnitStrideW, kWeightAlongN, kRowAxes, kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
 // Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
 #include "common/convert_element.cuh"
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if constexpr (kProgrammatic) {
     if constexpr (kCopyBytesW == 16) {
-      const int k_end = min(depth, first_k + min(tiles, kStages - 1) * kStageK);
+      const int k_end = min(depth, first_k + min(tiles, kStagesAhead) * kStageK);
       gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads>(w, w_stride, first_k, k_end, first_column, columns);
     }
     ptx::griddepcontrol_wait();
