@@ -18,15 +18,19 @@ from cki.heuristics.attention_hopper import HopperTiles, key_span
 
 #: Value dimensions up to which the sums of a tile are promoted.
 PROMOTED_DIM = 128
+#: Columns of ones beside promoted values.
+_SUM_COLUMNS = 8
 #: Keys of a slab of transposed values: a swizzled row of 128 bytes.
 SLAB_KEYS = 128
 
 
 @dataclass(frozen=True)
 class E4m3Tiles(HopperTiles):
-    """`HopperTiles` of the e4m3 kernel.  block_keys: a multiple of 32.  promote: None is what value_dim allows."""
+    """`HopperTiles` of the e4m3 kernel.  block_keys: a multiple of 32.  promote: None is what value_dim allows.
+    lazy: references of the softmax follow scores only when these rise by 2**4, and nothing is rescaled until then."""
 
     promote: bool | None = None
+    lazy: bool = False
 
     def promotes(self, value_dim: int) -> bool:
         """Whether a tile's product is added in fp32."""
@@ -41,10 +45,12 @@ class E4m3Tiles(HopperTiles):
         span = key_span(head_dim // 2)
         key_row = -(-head_dim // span) * span
         tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
-        tiles += self.stages * -(-self.block_keys // SLAB_KEYS) * SLAB_KEYS * value_dim
+        value_rows = value_dim + (_SUM_COLUMNS if self.promotes(value_dim) else 0)
+        tiles += self.stages * -(-self.block_keys // SLAB_KEYS) * SLAB_KEYS * value_rows
         return tiles + 16 * (self.consumers + 2 * self.stages + 2 + 1 + 1) + 2 * 12
 
-    __str__ = HopperTiles.__str__
+    def __str__(self) -> str:
+        return super().__str__() + (", lazy" if self.lazy else "")
 
 
 def choose_e4m3_tiles(

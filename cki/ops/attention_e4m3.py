@@ -181,6 +181,7 @@ def plan_hopper_e4m3(
         max_registers=tiles.registers, **features, Result=out.dtype, kHeadDim=depth, kValueDim=value_columns,
         kKeySpan=key_span(depth // 2), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys, kStages=tiles.stages,
         kPingPong=tiles.ping_pong, kSchedule=SCHEDULES.index(tiles.schedule), kPromote=tiles.promotes(value_columns),
+        kLazy=tiles.lazy, kLse=optional["lse"] is not None,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kWideStore=out.strides[3] == 1 and value_dim % 8 == 0 and out.is_aligned(16),
     )  # fmt: skip

@@ -31,6 +31,7 @@ from tests.orders import every_check, orders
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 #: Two warpgroups that take turns, rings of two stages that are walked through often.
 SMALL = E4m3Tiles(2, 32)
+LAZY = E4m3Tiles(2, 32, lazy=True)
 _specs: dict[E4m3Tiles, Any] = {}
 
 
@@ -42,8 +43,8 @@ def spec_of(tiles: E4m3Tiles) -> Any:
         options = {n: problem.attribute(n) for n in OPTIONS if n != "deterministic"}
         tensors = {n: problem.get(n) for n in ("sinks", "alibi_slopes")}
         steps = plan_attention(
-            problem["q"], problem["k"], problem["v"], outputs["out"], lse=outputs["lse"], device=device, tiles=tiles,
-            descales=descales_of(problem), **options, **tensors,
+            problem["q"], problem["k"], problem["v"], outputs["out"], lse=outputs.get("lse"), device=device,
+            tiles=tiles, descales=descales_of(problem), **options, **tensors,
         )  # fmt: skip
         return Plan(steps, (*workspace_of(steps), *values_workspace(steps)))
 
@@ -163,16 +164,17 @@ def check(
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (31, 33), (63, 65), (65, 15), (129, 129), (200, 300)])
 def test_sizes(device, queries, keys, causal):
     check(device, codes(queries, keys), SMALL, causal=causal)
+    check(device, codes(queries, keys), LAZY, causal=causal)
 
 
 @pytest.mark.parametrize(
-    ("case", "schedule", "consumers", "causal"),
-    [(0, "dynamic", 2, True), (1, "single", 2, True), (2, "fixed", 1, False)],
+    ("case", "schedule", "consumers", "causal", "lazy"),
+    [(0, "dynamic", 2, True, False), (1, "single", 2, True, True), (2, "fixed", 1, False, False)],
 )
-def test_rings_and_turns_under_every_check(device, case, schedule, consumers, causal):
+def test_rings_and_turns_under_every_check(device, case, schedule, consumers, causal, lazy):
     """Rings of two stages walked through more than twice, several tiles of queries a block where it persists."""
     tensors = codes(64 * consumers + 10, 150, heads=3, dim=16)
-    tiles = E4m3Tiles(consumers, 32, schedule=schedule)
+    tiles = E4m3Tiles(consumers, 32, schedule=schedule, lazy=lazy)
     wanted = expected(tensors, causal=causal)
     for seed in orders(device, case):
         with every_check(device, seed):
@@ -188,7 +190,7 @@ def test_head_dims(device, dim, value_dim):
 
 
 @pytest.mark.parametrize(
-    "tiles", [E4m3Tiles(2, 192, 2, promote=False), E4m3Tiles(2, 96, 4), E4m3Tiles(1, 224)]
+    "tiles", [E4m3Tiles(2, 192, 2, promote=False), E4m3Tiles(2, 96, 4), E4m3Tiles(1, 64, lazy=True)]
 )
 def test_tiles(device, tiles):
     check(device, codes(130, 450, dim=64), tiles)
@@ -211,10 +213,22 @@ def test_groups_and_batches(device, tiles):
     ],
     ids=lambda options: " ".join(options),
 )  # fmt: skip
-@pytest.mark.parametrize("tiles", [None, SMALL])
+@pytest.mark.parametrize("tiles", [None, SMALL, LAZY])
 def test_features(device, options, tiles):
     queries = 40 if tiles is None else 100  # few take the generic kernel
     check(device, codes(queries, 150, dim=16), tiles, **options)
+
+
+@pytest.mark.parametrize("tiles", [SMALL, LAZY, E4m3Tiles(2, 64, promote=False)])
+def test_lse_changes_no_bits(device, tiles):
+    """It is of the weights before they are rounded, the normaliser of the others."""
+    case = codes(140, 170, dim=32)
+    wanted = check(device, case, tiles, causal=True)
+    named = {n: device.array(t) for n, t in {**case[0], **case[1]}.items()} | {"causal": True}
+    inputs = tuple(named.get(item.name) for item in ATTENTION.inputs)
+    attributes = tuple(named.get(item.name, item.default) for item in ATTENTION.attributes)
+    out = call(spec_of(tiles), inputs, attributes, (None,))
+    np.testing.assert_array_equal(device.numpy(out), wanted)
 
 
 def test_more_queries_than_keys(device):
@@ -222,7 +236,7 @@ def test_more_queries_than_keys(device):
     assert not out[:, : 300 - 70].any()
 
 
-@pytest.mark.parametrize("tiles", [None, SMALL])
+@pytest.mark.parametrize("tiles", [None, SMALL, LAZY])
 def test_only_queries_that_see_a_nan_get_it(device, tiles):
     tensors, descales = codes(50 if tiles is None else 140, 150, dim=16)
     tensors["k"].view(np.uint8)[0, 149] = tensors["v"].view(np.uint8)[0, 120, 0, 3] = 0x7F
@@ -257,6 +271,17 @@ def test_large_codes_take_the_other_form_of_the_exponent(device):
     tensors, descales = codes(70, 100, dim=64)
     descales["q_descale"] = descales["q_descale"] * np.float32(3000)
     check(device, (tensors, descales), SMALL)
+    check(device, (tensors, descales), LAZY)
+
+
+def test_references_that_follow_late_and_early(device):
+    """Keys that grow along the walk, by less and by more than a reference tolerates, some rows more than others."""
+    tensors, descales = codes(70, 700, heads=1, dim=32)
+    growth = np.exp2(np.linspace(1, -6, 700))[None, :, None, None]
+    tensors["k"] = (tensors["k"].astype(np.float32) * growth).clip(-448, 448).astype(E4M3)
+    descales["q_descale"] = descales["q_descale"] * np.float32(8)
+    check(device, (tensors, descales), LAZY)
+    check(device, (tensors, descales), LAZY, causal=True)
 
 
 @pytest.mark.parametrize("dim", [5, 34, 20, 8])

@@ -8,8 +8,8 @@
 // Roles, rings, turns, schedules and the order of a step are those of attention.cu; dense tensors, no bias, no mask. What
 // e4m3 changes (the scheme of FlashAttention-3's FP8 forward, arXiv 2407.08608, section 3.3):
 //   V        comes keys side by side, written so by the launch before (transpose_e4m3_values.cu)
-//   weights  are 256 times as large, and packed without a shuffle (products_e4m3.cuh)
-//   sums     of P V are promoted to fp32 once a tile (configuration_e4m3.cuh)
+//   weights  are up to 256, not 1 (softmax_e4m3.cuh), and packed without a shuffle (products_e4m3.cuh)
+//   sums     of P V are promoted to fp32 once a tile or a few (configuration_e4m3.cuh)
 // A weight rounds to three bits, the sum of weights does not: the result's error is that of the rounding, averaged.
 //
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/8, O kValueDim/2, and as many again with kPromote.
@@ -20,7 +20,7 @@
 #include "attention/hopper/products_e4m3.cuh"
 #include "attention/hopper/repair.cuh"
 #include "attention/hopper/shared_tiles.cuh"
-#include "attention/hopper/softmax.cuh"
+#include "attention/hopper/softmax_e4m3.cuh"
 #include "attention/logits.cuh"
 #include "common/online_softmax.cuh"
 #include "common/stage_ring.cuh"
@@ -28,6 +28,7 @@
 #include "common/warpgroup_turns.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/elect.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -40,11 +41,24 @@ using namespace cki::attention;
 // One thread: the tile of transposed values from key first_key on, all columns of one KV head.
 __device__ __forceinline__ void load_transposed_values(unsigned char* tile, const TensorMap* map, u64* full, int first_key,
                                                        int kv_head, int batch) {
-  ptx::mbarrier_arrive_expect_tx(full, ValueTile::kBytes);
+  ptx::mbarrier_arrive_expect_tx(full, ValueTile::kCopiedBytes);
 #pragma unroll
   for (int slab = 0; slab < ValueTile::kSlabs; ++slab) {
     ptx::tma_load_4d(tile + slab * ValueTile::kSlabBytes, map, full, first_key / 2 + slab * ValueTile::kSlabColumns, 0,
                      kv_head, batch);
+  }
+}
+
+// The columns of ones, which no copy touches. All threads, before the barrier that publishes them.
+__device__ __forceinline__ void write_ones(unsigned char* values) {
+  if constexpr (kSumColumns > 0) {
+    constexpr u32 kOnes = 0x38383838u;  // four times 1 in e4m3
+    constexpr int kSlabPieces = kSumColumns * ValueTile::kSpan / 16;
+    for (int piece = static_cast<int>(threadIdx.x); piece < kStages * ValueTile::kSlabs * kSlabPieces; piece += kThreads) {
+      unsigned char* slab = values + piece / kSlabPieces * ValueTile::kSlabBytes + kValueDim * ValueTile::kSpan;
+      *reinterpret_cast<uint4*>(slab + piece % kSlabPieces * 16) = make_uint4(kOnes, kOnes, kOnes, kOnes);
+    }
+    ptx::fence_proxy_async_shared();
   }
 }
 
@@ -91,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     work.initialise(4 * kConsumers + 1);
     ptx::fence_mbarrier_init();
   }
+  write_ones(smem + Layout::kValues);
   __syncthreads();
   ptx::griddepcontrol_wait();
 
@@ -152,14 +167,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
   const auto start_values = [&](Rows& rows) {
     multiply_e4m3_values<ValueTile>(rows.product(), rows.weights,
                                     wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes),
-                                    !kPromote);
+                                    rows.accumulates());
     ptx::wgmma_commit_group();
   };
-  const auto end_values = [&](Rows& rows) {
+  const auto wait_values = [&](Rows& rows) {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence_registers(rows.product());
-    value_ring.release();
-    rows.take_product();
   };
   // A tile of which the block needs something, but this warpgroup nothing. It keeps its place in the rings and turns.
   const auto skip_tile = [&] {
@@ -219,7 +232,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
   // S of `tile` and its softmax, beside the values of the tile before (attention.cu: where the wait for these stands).
   const auto step = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Scaling& scaling, auto band_test, int tile,
                         bool is_last) {
-    float moved[2];
     key_ring.wait_full();
     turns.take();
     ptx::wgmma_fence();
@@ -232,11 +244,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
     finish_scores(scores, rows, scaling, band_test, tile);
-    if (is_last) query_ring.release_own();  // after the last scores the queries of the next tile may come
-    take_e4m3_tile<decltype(band_test)::kValue, kScaleFirst>(scores, rows.softmax, moved, scaling.exponent);
-    end_values(rows);
-    pack_e4m3_weights(rows.weights, scores);
-    rows.correct(moved);
+    const auto finish_values = [&] {
+      wait_values(rows);
+      value_ring.release();
+      rows.take_product(tile + 1);
+    };
+    // After the last scores the queries of the next tile may come.
+    if constexpr (kLazy) {
+      LazyE4m3Softmax<decltype(band_test)::kValue, kScaleFirst, kBlockKeys / 2> softmax(scores, rows.softmax,
+                                                                                        scaling.exponent);
+      softmax.begin([&](const float(&factor)[2]) {
+        wait_values(rows);
+        rows.correct(factor);
+      });
+      softmax.template take<0, kBlockKeys / 4>();
+      if (is_last) query_ring.release_own();  // the branch
+      finish_values();
+      softmax.template take<kBlockKeys / 4, kBlockKeys / 2>();
+      softmax.finish();
+      pack_e4m3_weights(rows.weights, scores);
+    } else {
+      float moved[2];
+      if (is_last) query_ring.release_own();
+      take_e4m3_tile<decltype(band_test)::kValue, kScaleFirst>(scores, rows.softmax, moved, scaling.exponent);
+      finish_values();
+      pack_e4m3_weights(rows.weights, scores);
+      rows.correct(moved);
+    }
   };
 
   work.begin();
@@ -299,13 +333,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     const auto finish_softmax = [&] {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        SoftmaxRow& softmax = rows.softmax[r];
-        softmax.sum *= kWeightUnit;  // exact
-        softmax.finish(kScaleFirst ? 1.0f : scaling.rules.scale);
-        factor[r] = sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
-        factor[r] *= softmax.normalizer() * (scaling.values * kWeightUnit);
+        const auto finish = [&](SoftmaxRow& softmax) {
+          softmax.sum *= kWeightUnit;  // exact
+          softmax.finish(kScaleFirst ? 1.0f : scaling.rules.scale);
+          return sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
+        };
+        SoftmaxRow rounded = rows.softmax[r];
+        if constexpr (kPromote) rounded.sum = 0.25f * rows.sum_of_rounded(r);  // a quarter a lane
+        factor[r] = finish(rounded) * rounded.normalizer() * (scaling.values * kWeightUnit);
+        SoftmaxRow& softmax = kSumsWeights ? rows.softmax[r] : rounded;
+        if constexpr (kSumsWeights) finish(softmax);
         log_sum_exp[r] = softmax.log_sum_exp();
-        if (lse != nullptr && lane % 4 == 0 && row + 8 * r < tile.queries) {
+        if (kLse && lane % 4 == 0 && row + 8 * r < tile.queries) {
           lse[(static_cast<i64>(tile.sequence) * heads + tile.head) * query_length + row + 8 * r] = log_sum_exp[r];
         }
       }
@@ -318,11 +357,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
       value_ring.wait_full();
       ptx::wgmma_fence();
       start_values(rows);
-      finish_softmax();  // beside the product
-      end_values(rows);
-    } else {
-      finish_softmax();
+      wait_values(rows);
+      value_ring.release();
+      rows.take_last_product();
     }
+    finish_softmax();
     for (; j >= block.begin_tile; --j) skip_tile();
     if (own.is_empty() && !block.is_empty()) query_ring.release_own();
     look_ahead();
@@ -330,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if constexpr (kHasLimits) {
-        const bool is_bad = !is_finite_row(rows.output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
+        const bool is_bad = !is_finite_row(rows.values(), r) && fabsf(log_sum_exp[r]) < positive_infinity();
         to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && row + 8 * r < tile.queries), 0);
         if (factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
 #pragma unroll
@@ -340,10 +379,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
         }
       }
     }
-    scale_rows(rows.output, factor);
+    scale_rows(rows.values(), factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      store_row<Result, kWideStore, kPairStore>(out + out_offset + (row + 8 * r) * out_sequence, out_dim, rows.output, r,
+      store_row<Result, kWideStore, kPairStore>(out + out_offset + (row + 8 * r) * out_sequence, out_dim, rows.values(), r,
                                                 value_dim, row + 8 * r < tile.queries);
     }
     if constexpr (kHasLimits) {

@@ -45,28 +45,52 @@ using Band = KeyBand<kLimitLeft, kLimitRight>;
 using Range = KeyRange<kBlockKeys>;
 using QueryTile = SlabTile<kGroupRows, kHeadDim / 2, kKeySpan>;
 using KeyTile = SlabTile<kBlockKeys, kHeadDim / 2, kKeySpan>;
-using ValueTile = SlabTile<kValueDim, kBlockKeys / 2, 128>;
+// Columns of ones beside the values: their sums are those of the weights, as they were rounded.
+constexpr int kSumColumns = kPromote ? 8 : 0;
+// Whether the weights are added before they are rounded, too: for the logarithm, or where there are no columns of ones.
+constexpr bool kSumsWeights = kLse || !kPromote;
+
+// Transposed values: a row a column of V, of pairs of keys.
+struct ValueTile {
+  static constexpr int kRows = kValueDim + kSumColumns;
+  static constexpr int kSpan = 128;
+  static constexpr int kSlabColumns = kSpan / 2;
+  static constexpr int kSlabs = (kBlockKeys + kSpan - 1) / kSpan;
+  static constexpr int kSlabBytes = kRows * kSpan;
+  static constexpr int kBytes = kSlabs * kSlabBytes;
+  static constexpr int kCopiedBytes = kSlabs * kValueDim * kSpan;
+};
 using Layout =
     SharedLayout<kConsumers, QueryTile, KeyTile, ValueTile, kStages, static_cast<int>(sizeof(WorkTile))>;
 using Work = WorkSource<static_cast<Schedule>(kSchedule), kLimitRight>;
 
+// How many tiles of keys share a sum. Eagerly one: the correction of what was there before is the same instruction as the
+// addition. Lazily there is seldom a correction, and an addition for 512 keys.
+constexpr int kPromotedTiles = kLazy ? 4 : 1;
+
 // What a consumer's thread keeps of its two rows from tile to tile.
 //
-// The tensor core adds e4m3 products with 14 bits or so, which are too few for the sum over all keys. With kPromote a tile's
-// product is a sum of its own, `part`, added to the output in fp32; the correction of what was there before is the same
-// instruction. Wide outputs leave no registers for that, and accumulate in the tensor core.
+// The tensor core adds e4m3 products with 14 bits or so, which are too few for the sum over all keys. With kPromote the
+// products of kPromotedTiles tiles have a sum of their own, `part`, which is added to the output in fp32. Wide outputs leave
+// no registers for that, and accumulate in the tensor core.
+//
+// With it, the weights' sums come from the tensor core: the normaliser is then of the weights that the values were multiplied
+// by, so that a weight that dominates its row is right however it was rounded, and no thread adds them.
 struct Rows {
-  float output[kValueDim / 2];
-  float part[kPromote ? kValueDim / 2 : 1];
-  float correction[2];              // of the output, due with the next part
+  static constexpr int kSums = ValueTile::kRows / 2;
+  float output[kSums];
+  float part[kPromote ? kSums : 1];
+  bool is_fresh;                    // nothing is in `part` that the next product is to be added to
+  float correction[2];              // eagerly: of the output, due with the next part
   u32 weights[kBlockKeys / 32][4];  // of the tile whose values are to be added next
   SoftmaxRow softmax[2];
   QueryRow<float> query[2];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < kValueDim / 2; ++i) output[i] = 0.0f;
+    for (int i = 0; i < kSums; ++i) output[i] = 0.0f;
     correction[0] = correction[1] = 1.0f;
+    is_fresh = true;
   }
 
   // The accumulators of the product in flight.
@@ -78,23 +102,54 @@ struct Rows {
     }
   }
 
-  // After the product, and before the next one: its sums enter the output.
-  __device__ __forceinline__ void take_product() {
-    if constexpr (kPromote) {
+  // Whether the next product is added to what is there.
+  __device__ __forceinline__ bool accumulates() const { return !kPromote || (kPromotedTiles > 1 && !is_fresh); }
+
+  // After the product of a tile of keys, and before the next one: its sums enter the output, if they are due.
+  __device__ __forceinline__ void take_product(int tile) {
+    if constexpr (kPromote && kPromotedTiles == 1) {
 #pragma unroll
-      for (int i = 0; i < kValueDim / 2; ++i) output[i] = fmaf(output[i], correction[i / 2 % 2], part[i]);
+      for (int i = 0; i < kSums; ++i) output[i] = fmaf(output[i], correction[i / 2 % 2], part[i]);
+    } else if constexpr (kPromote) {
+      is_fresh = tile % kPromotedTiles == 0;
+      if (is_fresh) add_part();
     }
   }
 
-  // The reference of the rows moved: everything up to and with the product before goes by `moved`.
+  // After the last product.
+  __device__ __forceinline__ void take_last_product() {
+    if constexpr (kPromote && kPromotedTiles > 1) {
+      add_part();
+    } else {
+      take_product(0);
+    }
+  }
+
+  // The reference of the rows moved: everything up to and with the product before goes by `moved`. Eagerly before the
+  // sums of that product are taken in, lazily after it has ended.
   __device__ __forceinline__ void correct(const float (&moved)[2]) {
-    if constexpr (kPromote) {
+    if constexpr (kPromote && !kLazy) {
       correction[0] = moved[0];
       correction[1] = moved[1];
     } else {
 #pragma unroll
-      for (int i = 0; i < kValueDim / 2; ++i) output[i] *= moved[i / 2 % 2];
+      for (int i = 0; i < kSums; ++i) {
+        output[i] *= moved[i / 2 % 2];
+        if constexpr (kPromote) part[i] *= moved[i / 2 % 2];
+      }
     }
+  }
+
+  // Without the columns of ones.
+  __device__ __forceinline__ auto& values() { return reinterpret_cast<float(&)[kValueDim / 2]>(output); }
+
+  // Of row r, all of it, in each lane: what the values are to be divided by.
+  __device__ __forceinline__ float sum_of_rounded(int r) const { return output[kValueDim / 2 + 2 * r]; }
+
+ private:
+  __device__ __forceinline__ void add_part() {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) output[i] += part[i];
   }
 };
 

@@ -4,13 +4,8 @@
 // within 16 keys in the order in which a lane holds their weights. Accumulators of the first product, four of a row at a
 // time, are then one word of the left operand without leaving their lane. (Q K^T is products.cuh's multiply_keys, for which
 // two elements of e4m3 are one of 16 bits.)
-//
-// Weights are at most 2^kWeightExponent, not 1: the least normal number of e4m3 is 2^-6, so that weights down to 2^-14 of the
-// largest keep their three bits. 256 is as far as 448, the largest, allows.
 #pragma once
 
-#include "attention/hopper/softmax.cuh"
-#include "common/online_softmax.cuh"
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/convert.cuh"
@@ -19,8 +14,6 @@
 
 namespace cki::attention {
 
-constexpr float kWeightExponent = 8.0f;
-constexpr float kWeightUnit = 1.0f / 256.0f;
 constexpr int kE4m3StepKeys = 32;  // contracted keys of one wgmma
 
 // Starts output (+)= P V. ValueTile: a row a column of V, of pairs of keys.
@@ -49,26 +42,6 @@ __device__ __forceinline__ void pack_e4m3_weights(u32 (&weights)[kSteps][4], con
                          static_cast<u32>(ptx::f32x2_to_e4m3x2(pair[4], pair[5])) << 16;
     }
   }
-}
-
-// softmax.cuh's take_tile, with weights 2^kWeightExponent times as large; so are the rows' sums.
-template <bool kMayHide, bool kExact, int kCount>
-__device__ __forceinline__ void take_e4m3_tile(float (&scores)[kCount], SoftmaxRow (&rows)[2], float (&correction)[2],
-                                               float exponent_scale) {
-  float subtract[2], offset[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    subtract[r] = take_reference<kMayHide>(scores, r, rows[r], correction[r], exponent_scale);
-    offset[r] = fmaf(subtract[r], exponent_scale, -kWeightExponent);
-  }
-  const bool is_short = fabsf(offset[0]) < SoftmaxRow::kShortOffset && fabsf(offset[1]) < SoftmaxRow::kShortOffset;
-  if (kExact || !is_short) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) subtract_reference(scores, r, subtract[r]);
-    offset[0] = offset[1] = -kWeightExponent;
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) take_weights(scores, r, rows[r], correction[r], offset[r], exponent_scale);
 }
 
 }  // namespace cki::attention
