@@ -1,4 +1,4 @@
-"""Keys and values out of a paged e4m3 cache as packed 16-bit tensors (`cuda_src/cache/gather.cu`)."""
+"""Keys and values out of a paged e4m3 cache as packed 16-bit tensors (`cuda_src/kv/gather.cu`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan_gather_cache(
 def gather_kernel(dtype: DType, heads: int, head_dim: int, block_size: int) -> KernelSpec:
     """The kernel of one configuration."""
     return kernel_spec(
-        "cache/gather.cu", "gather_cache", "P" * 8 + "iii" + "q", archs=tuple(a for a in ARCHITECTURES if a != "sm_80"),
+        "kv/gather.cu", "gather_cache", "P" * 8 + "iii" + "q", archs=tuple(a for a in ARCHITECTURES if a != "sm_80"),
         Element=dtype, kThreads=_THREADS, kHeadDim=head_dim, kHeads=heads, kBlockSize=block_size,
     )  # fmt: skip
 
