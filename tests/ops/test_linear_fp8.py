@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import ml_dtypes
 import numpy as np
@@ -15,9 +16,12 @@ from cki import dtypes
 from cki.device import sim_device
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.operand import dense
-from cki.ops.linear_fp8 import plan_linear_fp8
+from cki.ops.call import call
+from cki.ops.linear_fp8 import LINEAR_FP8, plan_linear_fp8
+from cki.plan import Plan
 from tests.compare import assert_close
 from tests.ops.linear_cases import BF16, F16, F32, normal
+from tests.orders import every_check
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -58,6 +62,26 @@ def test_extents(hopper, rows, depth, columns, out_dtype):
     x, w, blocks = codes((rows, depth), 1), codes((columns, depth), 2), -(-depth // 128)
     x_scale, w_scale = scales((rows, blocks), 3), scales((-(-columns // 128), blocks), 4)
     check(hopper, x, x_scale, w, w_scale, normal((columns,), F32, 5), out_dtype)
+
+
+def test_a_block_with_several_tiles(hopper):
+    """Of enough stages for the consumers to take turns."""
+
+    def plan(p, outputs, device):
+        given = (p["x"], p["x_scale"], p["w"], p["w_scale"], None, outputs["out"])
+        return Plan(plan_linear_fp8(*given, dataclasses.replace(device, sm_count=1)))
+
+    spec = dataclasses.replace(LINEAR_FP8, plan=plan)
+    x, w = codes((200, 1424), 1), codes((264, 1424), 2)
+    x_scale, w_scale = scales((200, 12), 3), scales((3, 12), 4)
+    results = []
+    for seed in range(2):
+        with every_check(hopper, seed):
+            y = call(spec, (*map(hopper.array, (x, x_scale, w, w_scale)), None), ("bf16",), (None,))
+        results.append(hopper.numpy(y))
+    truth = cki.reference.linear_fp8(x, x_scale, w, w_scale)
+    assert_close(results[0], truth, truth.astype(BF16))
+    assert np.array_equal(*results)
 
 
 def test_scales_of_rows_and_of_all(hopper):

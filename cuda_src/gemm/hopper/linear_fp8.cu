@@ -8,6 +8,8 @@
 // Sums.    A stage is 128 elements of K, which have one scale. Its four products go into accumulators of their own, and
 //          those, times both scales, are added to the tile's sums in fp32: the tensor core adds e4m3 products with 14
 //          bits or so, which would be too few along K. The next stage's products, in other accumulators, run meanwhile.
+// Turns.   Consumer 1 begins a tile when consumer 0 has begun three stages of it, and so ends later: one finishes its half
+//          beside the other's products.
 // Scales.  A warp beside the producer copies a stage's 128 scales of rows and the one of columns behind its codes
 //          (cp.async, which arrives at the stage's barrier): consumers that loaded them would wait for memory in front
 //          of their next products.
@@ -24,6 +26,7 @@
 #include "gemm/hopper/row_norm.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -160,6 +163,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       bias, kVectorBias == 2 ? 1 : bias_stride, {nullptr, {0}, 1},
       {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride}, &y_map, nullptr, rows, columns, 0, 0, nullptr, nullptr};
 
+  // With fewer stages the ring holds several tiles, and the first consumer could be tiles ahead.
+  const bool in_turns = k_tiles > kStages + 3;
   for (int number = block; number < tiles; number += blocks) {
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
     const int first_row = tile.m * kBlockM + consumer * 64 + warp * 16, first_column = tile.n * kBlockN;
@@ -178,12 +183,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Adds its products, which have ended.
     const auto add_stage = [&](float(&part)[kBlockN / 2], const float(&factor)[2]) {
       ptx::wgmma_fence_registers(part);
+      __syncwarp();  // all lanes have read the stage's scales
       done.release();
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) sum[0][i] = fmaf(part[i], factor[i / 2 % 2], sum[0][i]);
     };
     float factor[2];
     int k = 0;
+    bool leads = in_turns && consumer == 0;
+    if (in_turns && consumer == 1) ptx::bar_sync(1, 128 * kConsumers);
     start_products(even, ring, x_at, w_at);
     for (; k + 2 < k_tiles; k += 2) {
       start_products(odd, ring, x_at, w_at);
@@ -192,6 +200,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       add_stage(even, factor);
       start_products(even, ring, x_at, w_at);
       load_factors(factor);
+      if (leads) ptx::bar_arrive(1, 128 * kConsumers);  // three stages have begun
+      leads = false;
       ptx::wgmma_wait_group<1>();
       add_stage(odd, factor);
     }
