@@ -25,7 +25,6 @@ from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_weights import weight_specs
 from cki.engine.products import Products, Stream, Weight
-from cki.heuristics.linear_decode import PROGRAMMATIC
 from cki.operand import Operand, dense
 from cki.ops.advance import plan_advance
 from cki.ops.attention import PackedSequences, plan_attention
@@ -260,7 +259,7 @@ class _LayerPlanner:
             k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
             positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
             q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
-            programmatic=self.products.fused and self.device.arch in PROGRAMMATIC, scales=self._scales(),
+            scales=self._scales(),
         )  # fmt: skip
         left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
         lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cki import dtypes
 from cki.dtypes import DType
-from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
+from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.plan import Step
 
@@ -38,7 +38,7 @@ def plan_gather_cache(
 def gather_kernel(dtype: DType, heads: int, head_dim: int, block_size: int) -> KernelSpec:
     """The kernel of one configuration."""
     return kernel_spec(
-        "kv/gather.cu", "gather_cache", "P" * 8 + "iii" + "q", archs=tuple(a for a in ARCHITECTURES if a != "sm_80"),
+        "kv/gather.cu", "gather_cache", "P" * 8 + "iii" + "q",
         Element=dtype, kThreads=_THREADS, kHeadDim=head_dim, kHeads=heads, kBlockSize=block_size,
     )  # fmt: skip
 
