@@ -13,7 +13,7 @@ from cki import config, dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
-from cki.heuristics.paged import SERIAL_ARCHS, append_blocks_per_token
+from cki.heuristics.paged import append_blocks_per_token
 from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.cache_arguments import cache_tensors, imported
@@ -127,12 +127,11 @@ def plan_append_kv(
     device: DeviceInfo, *, q: Operand | None = None, q_out: Operand | None = None, positions: Operand | None = None,
     rotation: Rotation | None = None, q_norm_weight: Operand | None = None, k_norm_weight: Operand | None = None,
     norm_eps: float = 1e-6, norm_weight_offset: float = 0.0, scales: tuple[Operand, Operand] | None = None,
-    programmatic: bool = False,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch of `append_kv`, or with q alone of `apply_rope`, on checked operands; none without tokens.
 
     q and q_out: [tokens, heads, head_dim], both or neither.  k, v, caches, slots: all or none.
-    scales: of an e4m3 cache, see `append_kv`.  programmatic: the launch begins while the one before it ends (sm_90).
+    scales: of an e4m3 cache, see `append_kv`.
     """
     first = k if k is not None else q
     assert first is not None
@@ -156,13 +155,8 @@ def plan_append_kv(
     num_slots, block_size = (
         (0, 1) if k_cache is None else (k_cache.shape[0] * k_cache.shape[1], max(k_cache.shape[1], 1))
     )
-    programmatic = programmatic and device.arch not in SERIAL_ARCHS
-    archs = tuple(
-        arch for arch in ARCHITECTURES
-        if not (fp8 and arch == "sm_80") and not (programmatic and arch in SERIAL_ARCHS)
-    )  # fmt: skip
     kernel = kernel_spec(
-        "kv/append_kv.cu", "append_kv", _PARAMS, max_registers=96, archs=archs,
+        "kv/append_kv.cu", "append_kv", _PARAMS, max_registers=96, archs=ARCHITECTURES[1:] if fp8 else ARCHITECTURES,
         Element=first.dtype, CacheElement=cache_dtype, SlotIndex=dtypes.i64 if slots is None else slots.dtype,
         PositionIndex=dtypes.i64 if positions is None else positions.dtype,
         NormWeight=first.dtype if norm_weight is None else norm_weight.dtype,
@@ -174,7 +168,6 @@ def plan_append_kv(
         kVectorStores=_vectors([t for t in (q_out, k_cache, v_cache) if t is not None]),
         kVectorWeights=_vectors([t for t in (q_norm_weight, k_norm_weight) if t is not None]),
         kBlockShift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
-        kProgrammatic=programmatic,
     )  # fmt: skip
     pointers: tuple[ArgumentValue, ...] = tuple(
         NullPointer() if tensor is None else tensor
@@ -197,17 +190,10 @@ def plan_append_kv(
             f"append_kv: {tokens} tokens", ["a grid holds 2**31 - 1 blocks"], "fewer tokens"
         )
     reason = f"{parts} blocks a token, {_THREADS // lanes} heads at a time"
-    return (
-        Step(
-            kernel, (tokens, parts, 1), (_THREADS, 1, 1), arguments, programmatic=programmatic, reason=reason
-        ),
-    )  # fmt: skip
+    return (Step(kernel, (tokens, parts, 1), (_THREADS, 1, 1), arguments, reason=reason),)
 
 
-def plan_append_problem(
-    problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo, programmatic: bool = False
-) -> Plan:
-    """The plan of a call of `APPEND_KV`."""
+def _plan_append(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:
     k, table, base = problem["k"], problem.get("cos_sin"), problem.attribute("rope_base")
     rotation = Rotation()
     if table is not None or base is not None:
@@ -219,7 +205,7 @@ def plan_append_problem(
         q=problem.get("q"), q_out=outputs.get("q_out"), positions=problem.get("positions"), rotation=rotation,
         q_norm_weight=problem.get("q_norm_weight"), k_norm_weight=problem.get("k_norm_weight"),
         norm_eps=problem.attribute("norm_eps"), norm_weight_offset=problem.attribute("norm_weight_offset"),
-        scales=None if k_scale is None or v_scale is None else (k_scale, v_scale), programmatic=programmatic,
+        scales=None if k_scale is None or v_scale is None else (k_scale, v_scale),
     ))  # fmt: skip
 
 
@@ -257,7 +243,7 @@ APPEND_KV = OpSpec(
     outputs=("q_out",),
     check=check_append,
     infer=_infer_append,
-    plan=plan_append_problem,
+    plan=_plan_append,
     in_place=(("q_out", "q"),),
 )  # fmt: skip
 

@@ -21,14 +21,13 @@
 // multiple of eight, meet through shared memory.
 //
 // A decoding step has so few rows that latencies are all its time: everything that can be loaded is asked for at once,
-// before the angles are computed. What does not depend on other launches is done before they have ended (kProgrammatic).
+// before the angles are computed.
 //
 // A slot below 0 or past the cache is skipped: nothing is written for it. A position outside the table turns nothing.
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
-#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 
@@ -168,10 +167,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   double frequency = 0.0;  // turns a position, of this thread's pair
   if constexpr (kRotaryDim > 0 && !kHasTable)
     frequency = exp2(-log2_base * (2.0 * thread / kRotaryDim)) * 0.15915494309189533577;  // 1 / (2 pi)
-  if constexpr (kProgrammatic) {
-    ptx::griddepcontrol_launch_dependents();
-    ptx::griddepcontrol_wait();
-  }
 
   const i64 position = kRotaryDim > 0 ? static_cast<i64>(positions[token * positions_stride]) : 0;
   const i64 slot = kHasCache ? static_cast<i64>(slots[token * slots_stride]) : -1;
