@@ -76,7 +76,10 @@ def candidates(shape: Shape, variants: Sequence[str] = ()) -> dict[str, HopperTi
     )
     varied = [functools.reduce(with_field, text.split(","), chosen) for text in variants]
     fitting = [
-        t for t in varied if t.shared_memory(dim, dim) * t.blocks_per_sm <= device.shared_memory_per_block
+        t
+        for t in varied
+        if t.shared_memory(dim, dim) * t.blocks_per_sm <= device.shared_memory_per_block
+        and t.weights_ahead <= t.weights_before_values <= t.block_keys // 2
     ]
     others = fitting if variants else tuning_candidates(dim, dim, shape.causal, device)
     return {f"hopper {tiles}": tiles for tiles in (chosen, *others)}

@@ -151,7 +151,7 @@ def test_maps_are_what_tma_takes():
         ({"dtype": dtypes.f32}, "takes f16 and bf16"),
         ({"keys": 0}, "there is no key"),
         ({"dim": 20}, "multiples of 16 bytes"),
-        ({"k": Operand("k", (2, 3000, 2, 64), (0, 128, 64, 1), dtypes.bf16)}, "repeat or reverse an axis"),
+        ({"k": Operand("k", (2, 3000, 2, 64), (128, 0, 64, 1), dtypes.bf16)}, "repeat or reverse an axis"),
         (
             {"q": Operand("q", (2, 1000, 4, 64), (512000, 512, 128, 2), dtypes.bf16)},
             "stride 2 along head_dim",

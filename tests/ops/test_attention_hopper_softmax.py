@@ -14,7 +14,7 @@ from tests.ops.test_attention_hopper import check, hopper
 from tests.orders import every_check, orders
 
 LAZY = HopperTiles(2, 32, schedule="dynamic")
-ALL = dataclasses.replace(LAZY, early_wait=True)
+ALL = dataclasses.replace(LAZY, early_wait=True, late_products=1)
 
 
 def rising(tokens: int, dtype: Any, steps: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

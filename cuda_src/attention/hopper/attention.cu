@@ -235,11 +235,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         scores, queries_at, wgmma_descriptor_advance(keys_at, key_ring.stage * KeyTile::kBytes));
     ptx::wgmma_commit_group();
   };
-  const auto start_values = [&](Rows& rows) {
+  // between: what happens before the last kLateProducts.
+  const auto start_values = [&](Rows& rows, auto between) {
     const u64 values = wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes);
     const auto start = [&](auto steps) {
+      constexpr int kSteps = decltype(steps)::kValue, kEarly = kSteps > kLateProducts ? kSteps - kLateProducts : 0;
       ptx::wgmma_fence();
-      multiply_values<Element, ValueTile, kValueDim, steps.kValue>(rows.output, rows.weights, values);
+      multiply_values<Element, ValueTile, kValueDim, 0, kEarly>(rows.output, rows.weights, values);
+      between();
+      multiply_values<Element, ValueTile, kValueDim, kEarly, kSteps>(rows.output, rows.weights, values);
       ptx::wgmma_commit_group();  // fence and end in each branch: else ptxas puts more of both
     };
     if (kHasNarrow && rows.is_narrow) {
@@ -289,9 +293,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::wgmma_fence();
     start_keys(scores);
     value_ring.wait_full();
-    start_values(rows);
+    start_values(rows, [&] { turns.pass(); });
     rows.is_narrow = false;
-    turns.pass();
     const DroppedWeights<kBlockKeys> dropped(dropout, tile, rows.query);
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
@@ -437,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     if (!part.ends_with_block()) {
       if (!own.is_empty()) {
         value_ring.wait_full();
-        start_values(rows);
+        start_values(rows, [] {});
         finish_softmax();
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_fence_registers(rows.output);
@@ -450,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       look_ahead();
     } else {
       value_ring.wait_full();
-      start_values(rows);
+      start_values(rows, [] {});
       look_ahead();  // beside the product, and so is the end of the softmax
       finish_softmax();
       ptx::wgmma_wait_group<0>();
