@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile-only", action="store_true", help="compile the kernels of all rows and end")
     parser.add_argument(
         "--variants", nargs="+", choices=list(engine_models.VARIANTS), default=["plain"],
-        help="fused: norms and gates inside products of few rows; merged: and attention's merge inside its launch",
+        help="fused: norms and gates inside products of few rows; merged: attention's merge inside its launch, too; "
+        "fp8: e4m3 weights; fp8_kv: and an e4m3 cache",
     )  # fmt: skip
     parser.add_argument("--transformers", nargs="*", choices=("eager", "compiled"), default=[])
     arguments = parser.parse_args(argv)
@@ -182,10 +183,11 @@ def decode_rows(name: str, model: DecoderModel, batch: int, context: int, copy: 
     program = model.program(model.decode_shape(batch))
     device = replay_time(model, lambda: program.launch(model.stream))
     c = model.config
-    cached = 2 * batch * (context + STEPS) * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
+    codes = model.cache.dtype.name == "e4m3"
+    cached = batch * (context + STEPS) * engine_models.token_bytes(c, model.dtype, codes=codes)
     table = c.vocab_size * c.hidden_size * model.dtype.itemsize  # of an untied embedding only a row is read
     nbytes = model.weight_nbytes - (0 if c.tie_word_embeddings else table) + cached
-    types = "fp8 weights" if model.weights.fp8 else model.dtype.name
+    types = f"weights {'e4m3' if model.weights.fp8 else model.dtype}, cache {model.cache.dtype}"
     for kind, timing in (("device", device), ("step", common.summary(samples[8:]))):
         yield common.row(
             f"decode_{kind}", f"{name} batch={batch} context={context}", types, "cki", timing, nbytes=nbytes,

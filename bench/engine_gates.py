@@ -97,8 +97,13 @@ def torch_step(
         low, high = x.chunk(2, -1)
         return torch.cat([low * cosine - high * sine, high * cosine + low * sine], -1)
 
-    def cached(tensor: Any) -> Any:
-        blocks = as_torch(tensor)[table]  # [rows, blocks, block_size, kv_heads, dim]
+    def cached(tensor: Any, scale: Any) -> Any:
+        whole = as_torch(tensor)  # [blocks, block_size, kv_heads, dim], by the table [rows, blocks, ...]
+        if scale is None:
+            blocks = whole[table]
+        else:  # codes are indexed as bytes
+            codes = whole.view(torch.uint8)[table].view(whole.dtype)
+            blocks = codes.float() * as_torch(scale)[table][..., None]
         return blocks.flatten(1, 2)[:, : length - 1].to(dtype)
 
     rows, group = len(sequences), c.num_heads // c.num_kv_heads
@@ -112,8 +117,8 @@ def torch_step(
         if c.qk_norm:
             q, k = norm(q, of_layer + "q_norm"), norm(k, of_layer + "k_norm")
         layer = cache.layer(number)
-        keys = torch.cat([cached(layer.k), rotated(k)[:, None]], 1)
-        values = torch.cat([cached(layer.v), v[:, None]], 1)
+        keys = torch.cat([cached(layer.k, layer.k_scale), rotated(k)[:, None]], 1)
+        values = torch.cat([cached(layer.v, layer.v_scale), v[:, None]], 1)
         grouped = rotated(q).view(rows, c.num_kv_heads, group, c.head_dim)
         scores = torch.einsum("bhgd,blhd->bhgl", grouped, keys).float() * c.head_dim**-0.5
         attended = torch.einsum("bhgl,blhd->bhgd", scores.softmax(-1).to(dtype), values)

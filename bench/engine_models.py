@@ -38,7 +38,7 @@ SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 #: Options of `DecoderPlanner` by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "fused": {"fused": True}, "merged": {"fused": True, "merge_inside": True},
-    "fp8": {"fused": True, "fp8": True},
+    "fp8": {"fused": True, "fp8": True}, "fp8_kv": {"fused": True, "fp8": True, "kv_codes": True},
 }  # fmt: skip
 #: Standard deviation of random codes.
 _CODE_SPREAD = 64.0
@@ -83,7 +83,7 @@ def fill_at_random(role: str, tensor: CacheTensor) -> None:
     if role.endswith(".scales"):
         values.fill_((128 * values.shape[1]) ** -0.5 / _CODE_SPREAD)
     elif tensor.dtype == dtypes.e4m3:
-        for rows in values.split(4096):
+        for rows in values.split(1024):
             rows.copy_((_CODE_SPREAD * torch.randn(rows.shape, device=rows.device)).clamp_(-448, 448))
     elif values.ndim == 1:
         values.normal_(1.0 if "norm" in role else 0.0, 0.1)
@@ -99,17 +99,27 @@ def make_model(
     limits = ModelLimits(MAX_SEQUENCES, 2048, MAX_LENGTH)
     weights = DeviceWeights(config, fill_at_random, dtype, device, MAX_LENGTH, fp8=variant.pop("fp8", False))
     blocks = sequences * (-(-context // BLOCK_SIZE) + 1)
-    block = 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim * dtype.itemsize
+    block = BLOCK_SIZE * token_bytes(config, dtype, codes=variant.get("kv_codes", False))
     nbytes = max(blocks, MAX_LENGTH // BLOCK_SIZE) * block
     model = DecoderModel(
         config, weights, device=device, limits=limits, block_size=BLOCK_SIZE, cache_nbytes=nbytes, **variant
     )
     for number in range(config.num_layers):
         layer = model.cache.layer(number)
-        as_torch(layer.k).normal_()
-        as_torch(layer.v).normal_()
+        for tensor, scale in ((layer.k, layer.k_scale), (layer.v, layer.v_scale)):
+            if scale is None:
+                as_torch(tensor).normal_()
+            else:
+                fill_at_random("codes", tensor)
+                as_torch(scale).fill_(1 / _CODE_SPREAD)
     synchronize(device)
     return model
+
+
+def token_bytes(config: ModelConfig, dtype: DType, *, codes: bool) -> int:
+    """Of keys and values of a token in all layers; codes have a scale a head."""
+    of_head = config.head_dim + 4 if codes else config.head_dim * dtype.itemsize
+    return 2 * config.num_layers * config.num_kv_heads * of_head
 
 
 def sequences_of(model: DecoderModel, count: int, context: int) -> list[int]:

@@ -47,7 +47,9 @@ def test_the_gates_of_a_step(bench, monkeypatch, qk_norm, fp8):
     pytest.importorskip("torch")
     models, gates = bench("engine_models"), bench("engine_gates")
     config = replace(LLAMA, qk_norm=qk_norm, tie_word_embeddings=not qk_norm)
-    model = models.make_model(config, sim_device(), context=70, sequences=2, dtype=dtypes.f16, fp8=fp8)
+    model = models.make_model(
+        config, sim_device(), context=70, sequences=2, dtype=dtypes.f16, fp8=fp8, kv_codes=fp8
+    )
     sequences = models.sequences_of(model, 2, 37)
     ours, theirs = gates.distance_from_torch(model, sequences)
     assert 0 < ours <= 2 * theirs
