@@ -228,14 +228,18 @@ def _warn(reason: str) -> None:
 # the public operations as functions of TensorFlow
 
 
+#: Classes of arguments in which there is nothing to convert.
+_AS_THEY_ARE = frozenset({EagerTensor, type(None), bool, int, float, str})
+
+
 @functools.cache
 def _function(name: str) -> Callable[..., Any]:
     public = getattr(cki, name)
 
     @functools.wraps(public)
     def function(*args: Any, recompute_gradient: bool = False, **kwargs: Any) -> Any:
-        arguments = [v if v.__class__ is EagerTensor else _as_tensor(name, v) for v in args]
-        named = {k: v if v.__class__ is EagerTensor else _as_tensor(name, v) for k, v in kwargs.items()}
+        arguments = [v if v.__class__ in _AS_THEY_ARE else _as_tensor(name, v) for v in args]
+        named = {k: v if v.__class__ in _AS_THEY_ARE else _as_tensor(name, v) for k, v in kwargs.items()}
         for key, value in kwargs.items():
             if value is not None and (key in ("stream", "out") or key.endswith("_out")):
                 why = "launches on its own stream" if key == "stream" else "has immutable tensors"
