@@ -2,10 +2,10 @@
 
     python bench/gemm_llama.py                                   # all 40 cells, about a minute and a half on an H200
     python bench/gemm_llama.py --rows 1 16 --layout in_out
-    python bench/gemm_llama.py --without tma                     # candidates whose names contain that
+    python bench/gemm_llama.py --without a24                     # candidates whose names contain that
 
 No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of `skinny/linear.cu`, by its model;
-for 64 rows small and larger blocks of Hopper's GEMM, and `skinny/streamed.cu`; each also with more of its weight asked
+for 64 rows small and larger blocks of Hopper's GEMM; each also with more of its weight asked
 for ahead of the launch (`a12`, `a24`: stages).  Kernels are compiled first, several at a time.  Then one worker process
 compares every implementation with a float64 product on the GPU before it times all of a cell in turn, one graph replay
 each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that it was
@@ -39,7 +39,7 @@ from gemm import LinearProblem
 from cki import cache, dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.heuristics.linear_hopper import SMALL_TILES, TILES, HopperTile, predicted_time
-from cki.heuristics.linear_skinny import SkinnyTile, choose_skinny_tile, fits
+from cki.heuristics.linear_skinny import SkinnyTile, choose_skinny_tile
 from cki.kernel import KernelSpec
 from cki.operand import dense
 from cki.ops.linear import plan_linear
@@ -52,8 +52,6 @@ LAYOUTS = ("in_out", "out_in")
 AHEAD = (12, 24)
 #: Of Hopper's GEMM with 64 rows, besides small ones.
 LOW_TILES = (HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True))
-#: By TMA, 64 rows high.
-TMA_HIGH = (SkinnyTile(64, 64, 1, 4, 8, 2, tma=True),)
 ROUNDS = 10
 #: Without a word from the worker, it is ended.
 SILENCE_SECONDS = 40.0
@@ -75,7 +73,6 @@ def candidates(
     if rows == 64:
         own = (*SMALL_TILES, *LOW_TILES)
         tiles += [*own, *(dataclasses.replace(tile, ahead=ahead) for tile in own for ahead in AHEAD)]
-        tiles += [tile for tile in TMA_HIGH if fits(tile, 2, device, along_n=along_n)]
     elif rows > 64:
         tiles += sorted(TILES, key=lambda tile: predicted_time(tile, rows, columns, depth, device))[:3]
     kinds = {SkinnyTile: "skinny", HopperTile: "hopper"}

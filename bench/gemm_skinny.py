@@ -8,9 +8,8 @@ A shape is ROWSxDEPTHxCOLUMNS, as in gemm.py; without an epilogue there is no bi
 without the candidate that it was at.  A worker compares every implementation with a float64 product on the GPU, on each
 of the input sets that it walks through, then captures all as graphs and replays them in turn.
 
-The candidates are the tiles of the choice's height with K whole or over two blocks, those by TMA too (16-bit, up to
-16 rows), each with and without programmatic launch (`serial`: in a graph of such calls the others overlap), and the
-choice.
+The candidates are the tiles of the choice's height with K whole or over two blocks, each with and without programmatic
+launch (`serial`: in a graph of such calls the others overlap), and the choice.
 
 `of_copy` is the weight's bytes a second over the rate of a copy in the same run (bytes read and written), `vs_torch`
 torch's time over ours, `predicted_us` the model's time.  A shape's rows are written when it is done
@@ -42,7 +41,6 @@ from cki.heuristics.linear_skinny import (
     CANDIDATES,
     DEFAULT_ROWS,
     MAX_ROWS,
-    TMA_CANDIDATES,
     SkinnyTile,
     choose_skinny_tile,
     fits,
@@ -87,10 +85,9 @@ def candidates(problem: LinearProblem, device: DeviceInfo) -> dict[str, SkinnyTi
     """Tiles by name: those of the choice's height, with and without programmatic launch, the choice among them."""
     choice = chosen(problem, device)
     itemsize = int(gemm.NUMPY[problem.dtype].itemsize)
-    rows_at_16_bytes = problem.depth * itemsize % 16 == problem.columns * itemsize % 16 == 0
     tiles = [
         dataclasses.replace(tile, programmatic=programmatic)
-        for tile in (*CANDIDATES, *(TMA_CANDIDATES if rows_at_16_bytes else ()))
+        for tile in CANDIDATES
         if tile.block_m == choice.block_m and tile.split <= MOST_BLOCKS
         if fits(tile, itemsize, device, along_n=problem.layout == "in_out")
         for programmatic in (True, False)

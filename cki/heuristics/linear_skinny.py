@@ -34,10 +34,10 @@ MIN_WEIGHT_BYTES = 4 << 20
 _NO_CLUSTERS = ("sm_80", "sm_89")
 
 # Of an H200, bytes a microsecond: from memory; from L2; into one SM by `linear.cu`, for a block alone (without the time
-# of its stages' barriers) and for several together; into one SM by TMA (the Hopper GEMM, 32 blocks of 144 KB each).
+# of its stages' barriers) and for several together.
 _READ_RATE = 4.63e6
 _L2_RATE = 6.6e6
-_ALONE_RATE, _SM_RATE, _TMA_RATE = 72e3, 58e3, 110e3
+_ALONE_RATE, _SM_RATE = 72e3, 58e3
 # Microseconds: of memory's latency; of a stage's barrier; of a launch's start and end, and where launches overlap; of
 # an exchange and of each fp32 sum of it; of a row of the prefetch (and rows of a stage).
 _LATENCY_US, _STAGE_US = 1.02, 0.10
@@ -61,8 +61,6 @@ class SkinnyTile:
     programmatic: the launch may begin while the one before it in the stream ends (sm_90 and later; else no effect).
     ahead: of a programmatic launch, stages of its weight that are asked for in L2 while the launch before still runs;
         0: as many as its copies have under way.
-    tma: `streamed.cu` instead of `linear.cu` (sm_90a, f16 and bf16): warps_k warps take whole stages in turn, one more
-        issues copies; with split = 1 a block computes several tiles.
     """
 
     block_m: int
@@ -72,7 +70,6 @@ class SkinnyTile:
     stages: int
     split: int = 1
     programmatic: bool = True
-    tma: bool = False
     ahead: int = 0
 
     @property
@@ -81,18 +78,18 @@ class SkinnyTile:
 
     @property
     def threads(self) -> int:
-        return self.warps_n * self.warps_k * 32 + (32 if self.tma else 0)
+        return self.warps_n * self.warps_k * 32
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of dynamic shared memory: the ring, and the parts of the sums in its place, or by TMA beside it."""
+        """Bytes of dynamic shared memory: the ring, and the parts of the sums in its place."""
         ring = self.stages * (self.block_m + self.block_n) * STAGE_ROW_BYTES
         parts = self.warps_k * self.block_m * (self.block_n + 8) * 4
-        return ring + parts + self.stages * 16 if self.tma else max(ring, parts)
+        return max(ring, parts)
 
     def __str__(self) -> str:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
-        kind = f"{'tma' if self.tma else ''}{'' if self.programmatic else 'serial'}"
+        kind = "" if self.programmatic else "serial"
         return (
             f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{f'a{self.ahead}' if self.ahead else ''}"
         )
@@ -114,23 +111,12 @@ CANDIDATES = (
     SkinnyTile(64, 64, 2, 2, 3),
 )  # fmt: skip
 
-#: By TMA, for `bench/gemm.py --skinny` to measure before any is taken: two blocks an SM, so that two launches fit
-#: side by side, and one with twice the ring, so that most of a small weight is asked for at once; 64 columns and 128.
-TMA_CANDIDATES = tuple(
-    SkinnyTile(16, block_n, 1, 4, stages, split, tma=True)
-    for block_n, stages in ((64, 8), (64, 20), (128, 4), (128, 8))
-    for split in (1, 2)
-)
-
 
 def fits(tile: SkinnyTile, itemsize: int, device: DeviceInfo, *, along_n: bool) -> bool:
     """Whether the kernel can be compiled with this tile for that device and weight order."""
     if tile.shared_memory > device.shared_memory_per_block:
         return False
     sums = tile.block_m * tile.block_n // tile.warps_n // 32  # of a thread
-    if tile.tma:
-        whole = tile.block_n in (64, 128, 192, 256) and tile.warps_n == 1 and tile.stages % tile.warps_k == 0
-        return device.arch == "sm_90a" and itemsize == 2 and whole and sums <= 128
     clusters = tile.split == 1 or device.arch not in _NO_CLUSTERS
     # Rows of a weight's stage are whole groups of eight 16-byte chunks; fp32 keeps its sums twice in registers.
     whole = not along_n or tile.block_n * itemsize % 128 == 0
@@ -143,16 +129,8 @@ def blocks_together(tile: SkinnyTile, device: DeviceInfo) -> int:
 
 
 def skinny_blocks(tile: SkinnyTile, rows: int, columns: int) -> tuple[int, int, int]:
-    """The grid of a rows x columns result; persistent blocks are fewer (`persistent_blocks`)."""
+    """The grid of a rows x columns result."""
     return -(-columns // tile.block_n) * tile.split, -(-rows // tile.block_m), 1
-
-
-def persistent_blocks(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> tuple[int, int, int]:
-    """The grid of `streamed.cu`: all blocks on the GPU at once, unless clusters split K."""
-    across, down, _ = skinny_blocks(tile, rows, columns)
-    if tile.split == 1:
-        across = max(1, min(across, blocks_together(tile, device) * device.sm_count // down))
-    return across, down, 1
 
 
 def side_by_side(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> bool:
@@ -166,7 +144,7 @@ def predicted_time(
 ) -> float:
     """Microseconds of a rows x depth by depth x columns product, if the device's SMs are those of an H200.
 
-    One of several launches in a row.  Not measured: by TMA, more than 16 rows, fp32.
+    One of several launches in a row.  Not measured: more than 16 rows, fp32.
     """
     sms = max(device.sm_count, 1)
     across, down, _ = skinny_blocks(tile, rows, columns)
@@ -175,25 +153,20 @@ def predicted_time(
     own_stages = -(-stages // tile.split)
     stage_bytes = (tile.block_n + tile.block_m) * STAGE_ROW_BYTES
     products = tile.block_m * tile.block_n * STAGE_ROW_BYTES / itemsize * (6 if itemsize == 4 else 1)
-    if tile.tma:
-        alone, share = _LATENCY_US / tile.stages, stage_bytes / _TMA_RATE
-    else:
-        alone = max(_STAGE_US + stage_bytes / _ALONE_RATE, _LATENCY_US / (tile.stages - 1))
-        share = stage_bytes / _SM_RATE
-    share = max(share, products / _PRODUCT_RATE)
+    alone = max(_STAGE_US + stage_bytes / _ALONE_RATE, _LATENCY_US / (tile.stages - 1))
+    share = max(stage_bytes / _SM_RATE, products / _PRODUCT_RATE)
     fullest = math.ceil(blocks / (sms * (_CLUSTERED if tile.split > 2 else 1)))  # blocks of the fullest SM
     rounds = [together] * (fullest // together) + [fullest % together] * (fullest % together > 0)
     in_sms = own_stages * sum(max(alone, count * share) for count in rounds)
     read = depth * columns * itemsize / _READ_RATE
     copied = blocks * own_stages * (tile.block_n + min(rows, tile.block_m)) * STAGE_ROW_BYTES / _L2_RATE
-    overlapped = tile.programmatic and (tile.tma or side_by_side(tile, rows, columns, device))
+    overlapped = tile.programmatic and side_by_side(tile, rows, columns, device)
     edge = _OVERLAPPED_EDGE_US if overlapped else _EDGE_US
     if tile.split > 1:
         edge += _EXCHANGE_US + min(rows, tile.block_m) * tile.block_n * _EXCHANGE_SUM_US
     if tile.programmatic and not overlapped:
         edge += min(together, fullest) * (tile.stages - 1) * _PREFETCH_ROWS * _PREFETCH_ROW_US
-    starts = 1 if tile.tma and tile.split == 1 else len(rounds)  # persistent blocks run on
-    return float((in_sms**_NORM + max(read, copied) ** _NORM) ** (1 / _NORM) + edge * starts)
+    return float((in_sms**_NORM + max(read, copied) ** _NORM) ** (1 / _NORM) + edge * len(rounds))
 
 
 def choose_skinny_tile(
@@ -205,7 +178,7 @@ def choose_skinny_tile(
     along_n: the weight's rows in memory run along N.  A launch is programmatic where two fit the GPU side by side.
     """
     found = [
-        tile if tile.tma or side_by_side(tile, rows, columns, device) else replace(tile, programmatic=False)
+        tile if side_by_side(tile, rows, columns, device) else replace(tile, programmatic=False)
         for tile in among
         if fits(tile, itemsize, device, along_n=along_n)
     ]

@@ -1,6 +1,5 @@
 """Plan of linear layers of few rows (`cuda_src/gemm/skinny/linear.cu`): constants, arguments, the launch.
 
-Tiles that say `tma` are planned in `cki.ops.linear_streamed`.
 `cki.ops.linear.plan_linear` comes here when its `tile` is a `SkinnyTile`, and by itself where
 `cki.heuristics.linear_skinny.preferred_tile` says so.
 """
@@ -25,8 +24,6 @@ from cki.heuristics.linear_skinny import (
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand
-from cki.ops import linear_streamed
-from cki.ops.linear_streamed import plan_linear_streamed
 from cki.plan import ArgumentValue, NullPointer, Step
 
 _PARAMS = "P" * 5 + "i" * 5 + "q" * 15
@@ -64,11 +61,8 @@ def plan_linear_skinny(
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launches: one, or one for each batch of rows that do not lie evenly; none for an empty result.
 
-    Any number of rows, any extents, strides and alignment, but by TMA only what it can describe.  UnsupportedError when
-    the tile is none for this device.
+    Any number of rows, any extents, strides and alignment.  UnsupportedError when the tile is none for this device.
     """
-    if tile.tma:
-        return plan_linear_streamed(x, w, bias, residual, y, device, access, tile, activation=activation)
     if y.size == 0:
         return ()
     if not fits(tile, x.dtype.itemsize, device, along_n=access.along_n):
@@ -179,8 +173,7 @@ def representative_specs(arch: str, device: DeviceInfo) -> list[KernelSpec]:
         (f16, widest, {}),
         (f16, serial, {"bias": f16, "activation": "relu", "residual": True, "pair_residual": False}),
     ]  # fmt: skip
-    by_tma = linear_streamed.representative_specs(device) if arch == "sm_90a" else []
-    return by_tma + [
+    return [
         skinny_kernel(dtype, tile, arch, min_blocks=blocks_together(tile, device), **options)
         for dtype, tile, options in choices
         if fits(tile, dtype.itemsize, device, along_n=options.get("access") is None)

@@ -31,8 +31,7 @@ def test_candidates(llama, rows, layout):
         found = llama.candidates(llama.LinearProblem(rows, depth, columns, "", "bf16", layout))
         assert found.pop("cki") is None
         few = [tile for tile in found.values() if isinstance(tile, SkinnyTile)]
-        assert len([tile for tile in few if tile.tma]) == (rows == 64)
-        assert len([tile for tile in few if not tile.tma]) == (3 if rows <= 64 else 0)
+        assert len(few) == (3 if rows <= 64 else 0)
         assert len(found) - len(few) == (12 if rows == 64 else 0 if rows < 64 else 3)
 
 

@@ -43,14 +43,6 @@ def test_cells(skinny, layout):
         serial = [name for name in tiles if name.endswith("serial")]
         assert {name.removesuffix("serial") for name in serial} < set(tiles)
         assert len(serial) >= 5
-        by_tma = [tile for tile in tiles.values() if tile.tma]
-        assert len(by_tma) == (16 if problem.rows <= 16 else 0)
-
-
-def test_rows_that_tma_cannot_describe_get_no_such_candidate(skinny):
-    tiles = skinny.candidates(problem_of(skinny, "8x4096x4100"), H200)
-    assert tiles
-    assert not [tile for tile in tiles.values() if tile.tma]
 
 
 def test_a_worker_s_words(skinny):

@@ -16,12 +16,10 @@ from cki.heuristics.linear_skinny import (
     CANDIDATES,
     DEFAULT_ROWS,
     MAX_ROWS,
-    TMA_CANDIDATES,
     SkinnyTile,
     blocks_together,
     choose_skinny_tile,
     fits,
-    persistent_blocks,
     predicted_time,
     preferred_tile,
     skinny_blocks,
@@ -180,34 +178,6 @@ def test_a_split_where_columns_are_few():
     tiles = {n: choose_skinny_tile(1, n, 8192, 2, H200, along_n=True) for n in (512, 65536)}
     assert tiles[512].split == 8
     assert tiles[65536].split == 1
-
-
-@pytest.mark.parametrize("tile", TMA_CANDIDATES, ids=str)
-def test_tiles_by_tma(tile):
-    """Two launches side by side, or one block an SM with most of 227 KB; a stage belongs to one warp."""
-    for itemsize, arch, expected in (
-        (2, "sm_90a", True),
-        (4, "sm_90a", False),
-        (2, "sm_100a", False),
-        (2, "sm_80", False),
-    ):
-        assert fits(tile, itemsize, sim_device(arch), along_n=True) is expected
-    together = blocks_together(tile, H200)
-    assert together * (tile.shared_memory + 1024) <= 228 * 1024
-    assert together * tile.stages * tile.block_n * 128 >= 128_000, "bytes of the weight under way on an SM"
-    assert tile.threads == 160
-    assert not fits(dataclasses.replace(tile, stages=tile.stages - 1), 2, H200, along_n=True)
-    (step,) = plan(5, tile=tile)
-    across = 4096 // tile.block_n * tile.split
-    assert step.grid == (across, 1, 1)
-    assert (step.smem, step.cluster, step.programmatic) == (tile.shared_memory, (tile.split, 1, 1), True)
-    assert persistent_blocks(tile, 5, 2**20, H200)[0] == (
-        together * H200.sm_count if tile.split == 1 else 2**20 // tile.block_n * tile.split
-    )
-
-
-def test_none_by_tma_is_taken_before_it_is_measured():
-    assert not [tile for tile in CANDIDATES if tile.tma]
 
 
 def test_more_rows_get_higher_tiles():

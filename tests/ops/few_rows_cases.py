@@ -1,4 +1,4 @@
-"""Shared by the tests of the two linear kernels for few rows: tiles, inputs, a comparison."""
+"""Shared by the tests of the linear kernel for few rows: tiles, inputs, a comparison."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ from tests.ops.linear_cases import linear_with_tile, normal, plain
 WHOLE, PAIR, FOUR = (SkinnyTile(16, 64, 1, 4, 2, split) for split in (1, 2, 4))
 #: The last block's share of K is larger; two warps share columns; no programmatic launch.
 EIGHT, SQUARE = SkinnyTile(16, 64, 2, 2, 2, 8), SkinnyTile(32, 64, 2, 2, 2, 2, programmatic=False)
-COPYING = (WHOLE, PAIR, FOUR, EIGHT, SQUARE)
-
-#: By TMA.  Rings of one stage a warp; K in one block, over two and over four.
-TMA_WHOLE, TMA_PAIR, TMA_FOUR = (SkinnyTile(16, 64, 1, 4, 4, split, tma=True) for split in (1, 2, 4))
-#: Two slabs of columns; two warps; more rows; no programmatic launch.
-WIDE, TWO_WARPS = SkinnyTile(16, 128, 1, 4, 8, 2, tma=True), SkinnyTile(16, 64, 1, 2, 4, 1, False, True)
-TALL = SkinnyTile(32, 64, 1, 4, 4, 2, tma=True)
-STREAMED = (TMA_WHOLE, TMA_PAIR, TMA_FOUR, WIDE, TWO_WARPS, TALL)
+FEW = (WHOLE, PAIR, FOUR, EIGHT, SQUARE)
 
 LAYOUTS = ("in_out", "out_in")
 

@@ -1,4 +1,4 @@
-"""What both linear kernels for few rows must do, asked for by their tiles, against the float64 reference."""
+"""What the linear kernel for few rows must do, asked for by its tiles, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -8,71 +8,36 @@ import pytest
 import cki
 import cki.reference
 from tests.compare import assert_close
-from tests.ops.few_rows_cases import (
-    COPYING,
-    EIGHT,
-    FOUR,
-    LAYOUTS,
-    SQUARE,
-    STREAMED,
-    TALL,
-    TMA_FOUR,
-    TMA_PAIR,
-    TMA_WHOLE,
-    TWO_WARPS,
-    WHOLE,
-    WIDE,
-    check,
-    require,
-    weight,
-)  # fmt: skip
+from tests.ops.few_rows_cases import EIGHT, FEW, FOUR, LAYOUTS, SQUARE, WHOLE, check, require, weight
 from tests.ops.linear_cases import BF16, DTYPES, F16, F32, linear_into, linear_with_tile, normal, plain
 from tests.orders import every_check, orders
 
-TILES = pytest.mark.parametrize("tile", [*COPYING, *STREAMED], ids=str)
-BOTH = pytest.mark.parametrize(
-    ("whole", "split"), [(WHOLE, FOUR), (TMA_WHOLE, TMA_PAIR)], ids=["copying", "tma"]
-)
-
-
-def both_with(*streamed_dtypes: str) -> pytest.MarkDecorator:
-    """Both kernels, the one that copies with every type, the one by TMA with these."""
-    cases = [(WHOLE, FOUR, dtype) for dtype in DTYPES]
-    cases += [(TMA_WHOLE, TMA_PAIR, dtype) for dtype in streamed_dtypes]
-    ids = [f"{'tma' if whole.tma else 'copying'}-{dtype}" for whole, _, dtype in cases]
-    return pytest.mark.parametrize(("whole", "split", "dtype"), cases, ids=ids)
-
+TILES = pytest.mark.parametrize("tile", FEW, ids=str)
+DTYPE = pytest.mark.parametrize("dtype", list(DTYPES))
 
 #: Rows, columns and K: less than a stage for each block, up to several rounds of the ring; ends inside tiles.
 EXTENTS = ((1, 1, 1), (2, 7, 129), (3, 66, 33), (17, 130, 100), (8, 72, 1000), (40, 8, 72), (16, 63, 31))
-#: The same where rows of x and w are whole units of 16 bytes.
-TMA_EXTENTS = ((1, 8, 8), (2, 72, 136), (3, 64, 512), (16, 200, 72), (40, 8, 1000), (9, 136, 2056))
 
 
 @TILES
 def test_extents(device, tile):
     """Types and weight orders in turn, so that each meets every extent in one tile or another."""
-    dtypes = (F16, BF16) if tile.tma else (F16, BF16, F32)
-    number = [*COPYING, *STREAMED].index(tile)
-    for i, (rows, columns, depth) in enumerate(TMA_EXTENTS if tile.tma else EXTENTS):
+    dtypes, number = (F16, BF16, F32), FEW.index(tile)
+    for i, (rows, columns, depth) in enumerate(EXTENTS):
         dtype, layout = dtypes[(number + i // 2) % len(dtypes)], LAYOUTS[(number + i) % 2]
         x, w = normal((rows, depth), dtype, 1), weight(depth, columns, dtype, layout)
         check(device, tile, x, w, weight_layout=layout)
 
 
-COPYING_CASES = [
+CASES = [
     (WHOLE, "in_out", "f16"), (WHOLE, "out_in", "f32"), (FOUR, "in_out", "f32"), (FOUR, "out_in", "f16"),
     (EIGHT, "in_out", "f16"), (SQUARE, "out_in", "f32"),
-]  # fmt: skip
-STREAMED_CASES = [
-    (TMA_PAIR, "out_in", "f16"), (TMA_WHOLE, "in_out", "f16"), (TMA_FOUR, "in_out", "f16"),
-    (WIDE, "in_out", "f16"), (TWO_WARPS, "out_in", "f16"), (TALL, "out_in", "f16"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("case", "tile", "layout", "dtype"),
-    [(i, *case) for cases in (COPYING_CASES, STREAMED_CASES) for i, case in enumerate(cases)],
+    [(i, *case) for i, case in enumerate(CASES)],
     ids=str,
 )
 def test_orders_of_every_check(device, case, tile, layout, dtype):
@@ -80,7 +45,7 @@ def test_orders_of_every_check(device, case, tile, layout, dtype):
     require(device, tile)
     size = DTYPES[dtype].itemsize
     rows, columns = tile.block_m + 1, 72
-    depth = (2 * tile.stages + 1) * min(tile.split, 2 if tile.tma else 4) * 128 // size + 8
+    depth = (2 * tile.stages + 1) * min(tile.split, 4) * 128 // size + 8
     x, w = normal((rows, depth), DTYPES[dtype], 1), weight(depth, columns, DTYPES[dtype], layout)
     bias, residual = normal((columns,), DTYPES[dtype], 3), normal((rows, columns), DTYPES[dtype], 4)
     tensors = [device.array(t) for t in (x, w, bias, residual)]
@@ -95,23 +60,22 @@ def test_orders_of_every_check(device, case, tile, layout, dtype):
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu", "relu"])
-@both_with("f16", "bf16")
-def test_epilogues(device, whole, split, dtype, activation):
+@DTYPE
+def test_epilogues(device, dtype, activation):
     """With bias and residual, and without."""
     x, w = normal((5, 304), DTYPES[dtype], 1, scale=2.0), weight(304, 72, DTYPES[dtype], "in_out")
     residual = normal((5, 72), DTYPES[dtype], 4)
-    check(device, split, x, w, normal((72,), F32, 3), activation=activation, residual=residual)
+    check(device, FOUR, x, w, normal((72,), F32, 3), activation=activation, residual=residual)
     if dtype == "f16":
-        check(device, whole, x, w, activation=activation)
+        check(device, WHOLE, x, w, activation=activation)
 
 
-@BOTH
-def test_columns_of_every_remainder(device, whole, split):
+def test_columns_of_every_remainder(device):
     """Items of four columns and pairs of them that end anywhere."""
     for columns in range(61, 72):
         bias, residual = normal((columns,), F16, 3), normal((3, columns), F16, 4)
         x, w = normal((3, 264), F16, 1), weight(264, columns, F16, "out_in")
-        check(device, split, x, w, bias, residual=residual, weight_layout="out_in")
+        check(device, FOUR, x, w, bias, residual=residual, weight_layout="out_in")
 
 
 @TILES
@@ -124,27 +88,27 @@ def test_a_row_does_not_depend_on_the_others(device, tile):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@both_with("bf16")
-def test_infinities_and_nan(device, whole, split, dtype, layout):
+@DTYPE
+def test_infinities_and_nan(device, dtype, layout):
     """In x, in one block's part of K each; the other rows are as they would be without."""
     x, w = normal((10, 200), DTYPES[dtype], 1), np.abs(weight(200, 72, DTYPES[dtype], layout))
     x[3, 5], x[4, 199], x[7, 2], x[8, 1], x[8, 150] = np.inf, -np.inf, np.nan, np.inf, -np.inf
-    for tile in (whole, split):
+    for tile in (WHOLE, FOUR):
         got = check(device, tile, x, w, weight_layout=layout)
         assert np.all(got[3] == np.inf)
         assert np.all(got[4] == -np.inf)
         assert np.all(np.isnan(got[7:9].astype(np.float32)))
 
 
-@both_with("f16")
-def test_strided_results_and_residual_in_place(device, whole, split, dtype):
+@DTYPE
+def test_strided_results_and_residual_in_place(device, dtype):
     """Rows of wider tensors at multiples of 16 bytes; bias, residual and result anywhere.  What lies beside stays."""
-    require(device, whole)
+    require(device, FOUR)
     wide_x, wide_w = normal((5, 320), DTYPES[dtype], 1), normal((160, 96), DTYPES[dtype], 2, scale=0.1)
     wide, wide_bias = normal((5, 150), DTYPES[dtype], 4), normal((160,), DTYPES[dtype], 3)
     x, w, bias = wide_x[:, 8:152], wide_w[:144, 16:88], wide_bias[:144:2]
     for view in (lambda t: t[:, 8:80], lambda t: t[:, 1:73], lambda t: t[:, 0:144:2]):
-        for tile in (whole, split):
+        for tile in (WHOLE, FOUR):
             memory = device.array(wide)
             there = [device.array(t) for t in (wide_x, wide_w, wide_bias)]
             given = there[0][:, 8:152], there[1][:144, 16:88], there[2][:144:2]
@@ -157,8 +121,7 @@ def test_strided_results_and_residual_in_place(device, whole, split, dtype):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 8), (3, 0)])
-@BOTH
-def test_nothing_to_compute(device, whole, split, rows, columns):
-    require(device, whole)
+def test_nothing_to_compute(device, rows, columns):
+    require(device, FOUR)
     x, w = device.array(np.zeros((rows, 8), F16)), device.array(np.zeros((8, columns), F16))
-    assert linear_with_tile(split, x, w).shape == (rows, columns)
+    assert linear_with_tile(FOUR, x, w).shape == (rows, columns)

@@ -12,10 +12,10 @@ import cki.sim
 from cki.errors import UnsupportedError
 from cki.heuristics.linear_skinny import CANDIDATES, SkinnyTile, fits, preferred_tile
 from tests.compare import assert_close
-from tests.ops.few_rows_cases import COPYING, LAYOUTS, PAIR, check, weight
+from tests.ops.few_rows_cases import FEW, LAYOUTS, PAIR, check, weight
 from tests.ops.linear_cases import BF16, DTYPES, F16, F32, linear_with_tile, normal, plain
 
-SMALL = pytest.mark.parametrize("tile", COPYING, ids=str)
+SMALL = pytest.mark.parametrize("tile", FEW, ids=str)
 
 SHAPES = list(dict.fromkeys(dataclasses.replace(tile, split=1) for tile in CANDIDATES))
 
