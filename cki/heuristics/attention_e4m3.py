@@ -18,7 +18,7 @@ from cki.heuristics.attention_hopper import HopperTiles, key_span
 
 #: Value dimensions up to which the sums of a tile are promoted.
 PROMOTED_DIM = 128
-#: Columns of ones beside promoted values.
+#: Columns of ones beside the values.
 _SUM_COLUMNS = 8
 #: Keys of a slab of transposed values: a swizzled row of 128 bytes.
 SLAB_KEYS = 128
@@ -45,8 +45,7 @@ class E4m3Tiles(HopperTiles):
         span = key_span(head_dim // 2)
         key_row = -(-head_dim // span) * span
         tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
-        value_rows = value_dim + (_SUM_COLUMNS if self.promotes(value_dim) else 0)
-        tiles += self.stages * -(-self.block_keys // SLAB_KEYS) * SLAB_KEYS * value_rows
+        tiles += self.stages * -(-self.block_keys // SLAB_KEYS) * SLAB_KEYS * (value_dim + _SUM_COLUMNS)
         return tiles + 16 * (self.consumers + 2 * self.stages + 2 + 1 + 1) + 2 * 12
 
     def __str__(self) -> str:

@@ -183,10 +183,13 @@ def test_rings_and_turns_under_every_check(device, case, schedule, consumers, ca
 
 # Rows of 32, 64 and 128 bytes and more, a value dimension of its own; sums promoted and not.
 @pytest.mark.parametrize(
-    ("dim", "value_dim"), [(16, 16), (64, 48), (80, 112), (128, 128), (144, 32), (256, 256)]
+    ("dim", "value_dim", "lazy"),
+    [(16, 16, True), (64, 48, False), (80, 112, True), (128, 128, False), (128, 128, True), (144, 32, False),
+     (256, 256, False), (192, 256, True), (192, 192, True)],
 )  # fmt: skip
-def test_head_dims(device, dim, value_dim):
-    check(device, codes(70, 150, dim=dim, value_dim=value_dim), E4m3Tiles(2, 128), causal=True)
+def test_head_dims(device, dim, value_dim, lazy):
+    tiles = E4m3Tiles(2, 128, lazy=lazy)
+    check(device, codes(70, 150, dim=dim, value_dim=value_dim), tiles, causal=True)
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,13 @@ __device__ __forceinline__ void load_transposed_values(unsigned char* tile, cons
 
 // The columns of ones, which no copy touches. All threads, before the barrier that publishes them.
 __device__ __forceinline__ void write_ones(unsigned char* values) {
-  if constexpr (kSumColumns > 0) {
-    constexpr u32 kOnes = 0x38383838u;  // four times 1 in e4m3
-    constexpr int kSlabPieces = kSumColumns * ValueTile::kSpan / 16;
-    for (int piece = static_cast<int>(threadIdx.x); piece < kStages * ValueTile::kSlabs * kSlabPieces; piece += kThreads) {
-      unsigned char* slab = values + piece / kSlabPieces * ValueTile::kSlabBytes + kValueDim * ValueTile::kSpan;
-      *reinterpret_cast<uint4*>(slab + piece % kSlabPieces * 16) = make_uint4(kOnes, kOnes, kOnes, kOnes);
-    }
-    ptx::fence_proxy_async_shared();
+  constexpr u32 kOnes = 0x38383838u;  // four times 1 in e4m3
+  constexpr int kSlabPieces = kSumColumns * ValueTile::kSpan / 16;
+  for (int piece = static_cast<int>(threadIdx.x); piece < kStages * ValueTile::kSlabs * kSlabPieces; piece += kThreads) {
+    unsigned char* slab = values + piece / kSlabPieces * ValueTile::kSlabBytes + kValueDim * ValueTile::kSpan;
+    *reinterpret_cast<uint4*>(slab + piece % kSlabPieces * 16) = make_uint4(kOnes, kOnes, kOnes, kOnes);
   }
+  ptx::fence_proxy_async_shared();
 }
 
 // What a weight is multiplied by when a row is repaired.
@@ -339,10 +337,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
           return sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
         };
         SoftmaxRow rounded = rows.softmax[r];
-        if constexpr (kPromote) rounded.sum = 0.25f * rows.sum_of_rounded(r);  // a quarter a lane
+        rounded.sum = 0.25f * rows.sum_of_rounded(r);  // a quarter a lane
         factor[r] = finish(rounded) * rounded.normalizer() * (scaling.values * kWeightUnit);
-        SoftmaxRow& softmax = kSumsWeights ? rows.softmax[r] : rounded;
-        if constexpr (kSumsWeights) finish(softmax);
+        SoftmaxRow& softmax = kLse ? rows.softmax[r] : rounded;
+        if constexpr (kLse) finish(softmax);
         log_sum_exp[r] = softmax.log_sum_exp();
         if (kLse && lane % 4 == 0 && row + 8 * r < tile.queries) {
           lse[(static_cast<i64>(tile.sequence) * heads + tile.head) * query_length + row + 8 * r] = log_sum_exp[r];

@@ -46,12 +46,11 @@ using Range = KeyRange<kBlockKeys>;
 using QueryTile = SlabTile<kGroupRows, kHeadDim / 2, kKeySpan>;
 using KeyTile = SlabTile<kBlockKeys, kHeadDim / 2, kKeySpan>;
 // Columns of ones beside the values: their sums are those of the weights, as they were rounded.
-constexpr int kSumColumns = kPromote ? 8 : 0;
-// Whether the weights are added before they are rounded, too: for the logarithm, or where there are no columns of ones.
-constexpr bool kSumsWeights = kLse || !kPromote;
+constexpr int kSumColumns = 8;
 
 // Transposed values: a row a column of V, of pairs of keys.
 struct ValueTile {
+  static constexpr int kColumns = kValueDim;
   static constexpr int kRows = kValueDim + kSumColumns;
   static constexpr int kSpan = 128;
   static constexpr int kSlabColumns = kSpan / 2;
@@ -74,8 +73,8 @@ constexpr int kPromotedTiles = kLazy ? 4 : 1;
 // products of kPromotedTiles tiles have a sum of their own, `part`, which is added to the output in fp32. Wide outputs leave
 // no registers for that, and accumulate in the tensor core.
 //
-// With it, the weights' sums come from the tensor core: the normaliser is then of the weights that the values were multiplied
-// by, so that a weight that dominates its row is right however it was rounded, and no thread adds them.
+// The weights' sums come from the tensor core too: the normaliser is of the weights that the values were multiplied by, so
+// that a weight that dominates its row is right however it was rounded, and no thread adds them.
 struct Rows {
   static constexpr int kSums = ValueTile::kRows / 2;
   float output[kSums];

@@ -93,8 +93,8 @@ struct LazyE4m3Softmax {
                                          : fmaf(scores[i], exponent_scale, kWeightExponent - offset[r]));
       added[chain] = i < 4 ? scores[i] : added[chain] + scores[i];
     }
-    // ptxas would sink these additions behind the next branch, where they cost time.
-    if constexpr (kSumsWeights) ptx::wgmma_fence_registers(added);
+    // Unrounded, for the logarithm alone. ptxas would sink these additions behind the next branch, where they cost time.
+    if constexpr (kLse) ptx::wgmma_fence_registers(added);
   }
 
   __device__ __forceinline__ void finish() {
