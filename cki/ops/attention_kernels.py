@@ -96,7 +96,9 @@ def _e4m3_calls(arch: str) -> list[dict[str, Any]]:
         slopes = dense("alibi_slopes", (4,), dtypes.f32)
         for dim in (64, 128, 192, 256):
             calls += [_e4m3_call(dim, 4096, causal) for causal in (False, True)]
+            calls += [_e4m3_call(dim, 4096, True) | {"tiles": E4m3Tiles(2, 128, lazy=True)}]
         features: dict[str, Any] = {"window": (100, 20), "softcap": 30.0, "alibi_slopes": slopes}
+        features["lse"] = dense("lse", (2, 4, 4096), dtypes.f32)
         calls += [_e4m3_call(dim, 4096, False) | features for dim in (64, 128, 256)]
         calls += [
             _e4m3_call(128, 64, False),
