@@ -32,6 +32,7 @@ from cki.ops.steady import attribute_tests
 
 #: Kinds of calls that are remembered, and of shapes of each.
 _LIMIT, _SHAPES_LIMIT = 4096, 256
+_INT32 = TO_CODE["i32"]
 #: Operations of which the number of results depends on shapes.
 _SHAPED = ("append_kv",)
 
@@ -79,8 +80,10 @@ def run(spec: OpSpec, inputs: Sequence[Any], attributes: tuple[Any, ...], recomp
         key.append(code)
         tensors.append(tensor)
         device = tensor.device
-        if device != place and (wanted == "CPU" or code not in HOST_KEPT or wanted in device):
-            # Of other types TensorFlow may hold the memory of the host, and copies it to the operation's device.
+        if device != place and (
+            wanted == "CPU" or not (code == _INT32 or code in HOST_KEPT and wanted not in device)
+        ):
+            # Those TensorFlow keeps in host memory, and copies them to the device of the operation.
             if place or wanted not in device:
                 return NotImplemented
             place = device

@@ -34,9 +34,8 @@ TO_TF = {dtype.name: tf_dtype for tf_dtype, dtype in FROM_TF.items()}
 #: TF_DataType -> element type, and name -> TF_DataType.
 FROM_CODE = {tf_dtype.as_datatype_enum: dtype for tf_dtype, dtype in FROM_TF.items()}
 TO_CODE = {name: int(tf_dtype.as_datatype_enum) for name, tf_dtype in TO_TF.items()}
-#: TF_DataTypes of which TensorFlow may keep a tensor in host memory although a GPU was asked for: int32 always, 8-bit
-#: floats where they come from NumPy.  It copies them to the device of an operation.
-HOST_KEPT = {TO_CODE[name] for name in ("i32", "e4m3", "e5m2") if name in TO_CODE}
+#: TF_DataTypes of which TensorFlow keeps what comes from NumPy in host memory, also where a GPU is asked for.
+HOST_KEPT = {TO_CODE[name] for name in ("e4m3", "e5m2") if name in TO_CODE}
 
 #: Not the type of a tensor made here: that would initialise TensorFlow's devices before the program configures them.
 EagerTensor = ops.EagerTensor
