@@ -25,7 +25,7 @@ from cki.reference import quantize_fp8
 from cki.reference.decoder import decoder
 from tests.engine.fake_model import FakeModel
 from tests.engine.test_scheduler import request_for
-from tests.engine.tiny import LLAMA, MODELS, random_weights
+from tests.engine.tiny import FULL, LLAMA, MODELS, random_weights
 
 LIMITS = ModelLimits(max_sequences=8, max_step_tokens=32, max_length=100)
 
@@ -83,10 +83,9 @@ def rounded(attention):
 PARTS = (("prefill", (9, 3, 10)), ("prefill", (2, 1, 10)), ("decode", (1, 1, 1)), ("decode", (1, 0, 1)))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_as_near_to_the_definition_as_its_own_on_codes(device, monkeypatch, name):
+def test_logits_are_as_near_to_the_definition_as_its_own_on_codes(device, monkeypatch):
     """Prompts in parts, mixed lengths, then decoding."""
-    config = replace(MODELS[name], dtype="f16")
+    config = replace(MODELS["full"], dtype="f16")
     weights = random_weights(config, dtype=np.float16)
     rng = np.random.default_rng(1)
     ids = [rng.integers(0, config.vocab_size, n).tolist() for n in (13, 5, 22)]
@@ -129,8 +128,8 @@ def test_a_prefill_step_holds_as_many_keys_as_the_copy_has_room_for():
 def test_answers_over_a_cache_of_codes(device):
     """Preempted and shared; greedy answers do not depend on the company."""
     llm = LLM.from_weights(
-        LLAMA, random_weights(LLAMA), dtype="f16", device=device.kind, max_length=64, max_sequences=4,
-        max_step_tokens=16, block_size=4, kv_dtype="e4m3", cache_nbytes=40_000,
+        FULL, random_weights(FULL), dtype="f16", device=device.kind, max_length=64, max_sequences=4,
+        max_step_tokens=16, block_size=4, kv_dtype="e4m3", cache_nbytes=60_000,
     )  # fmt: skip
     prompts = [[5, 9, 77, 3, 15, 60], [5, 9, 77, 3, 8], [100, 20]]
     params = SamplingParams(max_tokens=6, ignore_eos=True)

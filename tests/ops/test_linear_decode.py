@@ -103,11 +103,10 @@ def run(case: Case, arrays, device) -> np.ndarray:
 
 CASES = [
     Case(1, 576, 40, norm=True),
-    Case(3, 2048, 50, F16, norm=True, gated=True, activation="silu", sm_count=3),
-    Case(8, 4160, 17, residual=True, bias=BF16),
-    Case(16, 520, 36, norm=True, gated=True, activation="gelu", bias=F32),
-    Case(9, 8, 5, residual=True, bias=BF16, sm_count=1),
-    Case(1, 4352, 150, norm=True, codes=True),
+    Case(1, 2080, 33, norm=True),
+    Case(16, 520, 36, norm=True, gated=True, activation="silu", bias=F32),
+    Case(8, 4160, 17, F16, residual=True, bias=F16, sm_count=1),
+    Case(1, 8, 5, F16, residual=True, bias=F16),
     Case(12, 272, 140, norm=True, gated=True, activation="silu", bias=BF16, codes=True, sm_count=5),
     Case(5, 1040, 33, F16, residual=True, codes=True),
 ]
@@ -128,7 +127,7 @@ def test_it_is_the_definition(device, case):
 
 
 def test_a_row_has_the_same_bits_in_any_company(device):
-    case = Case(16, 1032, 40, norm=True, gated=True, activation="silu", sm_count=4)
+    case = Case(16, 1032, 40, norm=True, gated=True, activation="silu", bias=F32, sm_count=4)
     arrays = inputs(case)
     together = run(case, arrays, device.info)
     for first, count in ((0, 1), (5, 3), (15, 1)):
