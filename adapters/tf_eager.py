@@ -80,10 +80,9 @@ def run(spec: OpSpec, inputs: Sequence[Any], attributes: tuple[Any, ...], recomp
         key.append(code)
         tensors.append(tensor)
         device = tensor.device
-        if device != place and (
-            wanted == "CPU" or not (code == _INT32 or code in HOST_KEPT and wanted not in device)
-        ):
-            # Those TensorFlow keeps in host memory, and copies them to the device of the operation.
+        # TensorFlow keeps these in host memory, and copies them to the device of the operation.
+        in_host_memory = code == _INT32 or (code in HOST_KEPT and wanted not in device)
+        if device != place and (wanted == "CPU" or not in_host_memory):
             if place or wanted not in device:
                 return NotImplemented
             place = device
