@@ -16,7 +16,8 @@ import cupy
 from cupy.cuda import ExternalStream, alloc, get_current_stream, runtime
 
 from cki import dtypes
-from cki.adapter import ALIGNMENT, Adapter, canonical_strides, stride_problems, type_name
+from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.adapters.numpy_dtypes import array_problems
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.generated import Expression
@@ -61,19 +62,8 @@ class CupyAdapter(Adapter):
         return Guard("{t}.data.ptr", tuple(conditions), constants, (AttributeError, TypeError))
 
     def check(self, tensor: cupy.ndarray, name: str = "tensor", output: bool = False) -> list[str]:
-        problems = []
-        dtype = tensor.dtype
-        if not dtype.isnative:
-            problems.append(f"{name} is of dtype {dtype.str}, foreign byte order; the GPU is little-endian")
-        else:
-            try:
-                dtypes.from_numpy(dtype)
-            except InvalidTypeError:
-                problems.append(
-                    f"{name} is of dtype {dtype}, which has no kernels; one of {dtypes.known_names()}"
-                )
-        problems += stride_problems(
-            name, tensor.shape, tensor.strides, dtype.itemsize, "cupy.ascontiguousarray"
+        problems: list[str] = array_problems(
+            name, tensor, "the GPU is little-endian", "cupy.ascontiguousarray"
         )
         return problems
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from cki import dtypes
-from cki.adapter import ALIGNMENT, Adapter, canonical_strides, stride_problems, type_name
+from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.adapters.numpy_dtypes import array_problems
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.tensor import DeviceId, TensorView
@@ -41,23 +42,8 @@ class NumpyAdapter(Adapter):
         )  # fmt: skip
 
     def check(self, tensor: np.ndarray, name: str = "tensor", output: bool = False) -> list[str]:
-        problems = []
-        dtype = tensor.dtype
-        if not dtype.isnative:
-            native = dtype.newbyteorder("=")
-            problems.append(
-                f"{name} is of dtype {dtype.str}, foreign byte order; {name}.astype({native.name!r}) is native"
-            )
-        else:
-            try:
-                dtypes.from_numpy(dtype)
-            except InvalidTypeError:
-                problems.append(
-                    f"{name} is of dtype {dtype}, which has no kernels; one of {dtypes.known_names()}"
-                )
-        problems += stride_problems(
-            name, tensor.shape, tensor.strides, dtype.itemsize, "numpy.ascontiguousarray"
-        )
+        native = f"{name}.astype({tensor.dtype.newbyteorder('=').name!r}) is native"
+        problems: list[str] = array_problems(name, tensor, native, "numpy.ascontiguousarray")
         if output and not tensor.flags.writeable:
             problems.append(f"{name} is read-only; an output needs a writable array")
         return problems
