@@ -5,7 +5,7 @@
     python bench/gemm_llama.py --without a24                     # candidates whose names contain that
 
 No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of `skinny/linear.cu`, by its model;
-for 64 rows small and larger blocks of Hopper's GEMM; each also with more of its weight asked
+from 17 rows on small and larger blocks of Hopper's GEMM; each also with more of its weight asked
 for ahead of the launch (`a12`, `a24`: stages).  Kernels are compiled first, several at a time.  Then one worker process
 compares every implementation with a float64 product on the GPU before it times all of a cell in turn, one graph replay
 each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that it was
@@ -50,7 +50,7 @@ ROWS = (1, 8, 16, 64, 2048)
 LAYOUTS = ("in_out", "out_in")
 #: Stages that are asked for in L2 ahead of a launch.
 AHEAD = (12, 24)
-#: Of Hopper's GEMM with 64 rows, besides small ones.
+#: Of Hopper's GEMM with up to 64 rows, besides small ones.
 LOW_TILES = (HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True))
 ROUNDS = 10
 #: Without a word from the worker, it is ended.
@@ -70,7 +70,7 @@ def candidates(
         if copying is not None:
             early = dataclasses.replace(copying, programmatic=True)
             tiles += [copying, *(dataclasses.replace(early, ahead=ahead) for ahead in AHEAD)]
-    if rows == 64:
+    if 16 < rows <= 64:
         own = (*SMALL_TILES, *LOW_TILES)
         tiles += [*own, *(dataclasses.replace(tile, ahead=ahead) for tile in own for ahead in AHEAD)]
     elif rows > 64:

@@ -255,3 +255,13 @@ def test_the_better_kernel_is_taken_unasked():
         taken = "generic" if tile is None else f"hopper {tile}"
         assert times[taken] <= 1.1 * times["generic"], problem
         assert rows < 512 or tile is not None, problem
+
+
+def test_spare_warps_read_statistics_where_rounds_are_few():
+    def tile(rows: int, norm: str | None) -> HopperTile:
+        found = preferred_hopper_tile(rows, 3072, 1024, H200, norm=norm)
+        assert found is not None
+        return found
+
+    assert tile(2048, "layer").spare_warps
+    assert not any(tile(rows, norm).spare_warps for rows, norm in ((8192, "layer"), (2048, None)))
