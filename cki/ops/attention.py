@@ -13,6 +13,7 @@ from cki import dtypes
 from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import AttentionTiles, choose_tiles, heads_per_block, padded
+from cki.heuristics.attention_dropout import tiles_with_dropout
 from cki.heuristics.attention_e4m3 import E4m3Tiles
 from cki.heuristics.attention_hopper import HopperTiles
 from cki.kernel import kernel_spec
@@ -249,7 +250,7 @@ def plan_attention(
         rows = packed.typical_queries * pack
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
-    if tiles is None and dropout is None:
+    if tiles is None and (dropout is None or descales is None):
         choice = {
             # By what is asked, or by what limits hide: a limit that hides nothing costs nothing.
             "has_limits": causal or max(window) >= 0
@@ -266,10 +267,14 @@ def plan_attention(
             tiles = preferred(q, k, v, bias, mask, device=device, **choice)
         else:
             tiles = preferred_packed(q, k, v, packed, device=device, **choice)
+        if tiles is not None and dropout is not None:
+            tiles = tiles_with_dropout(tiles, padded(value_dim), packed is not None)
     # The generic kernel takes descales of either sign and 0: it multiplies before it looks for the largest.
     scale_first |= descales is not None and not isinstance(tiles, E4m3Tiles)
     if tiles is None:
         plain = not scale_first and mask is None and window[0] < 0
+        # Numbers are drawn in registers, of which two row tiles of heads wider than 64 leave none.
+        plain &= dropout is None or not 64 < max(head_dim, value_dim) <= 128
         paged = packed is not None and packed.block_table is not None
         tiles = choose_tiles(rows, padded(head_dim), padded(value_dim), itemsize, plain, device, paged)
     features: dict[str, Any] = {

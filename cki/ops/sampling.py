@@ -163,7 +163,7 @@ def plan_sample_tokens(
 def sample_kernel(dtype: DType, threads: int, *, vector_loads: bool, step: DType) -> KernelSpec:
     """The kernel of one configuration."""
     return kernel_spec(
-        "sampling/sample.cu", "sample", _PARAMS, max_registers=128, Element=dtype,
+        "sampling/sample.cu", "sample", _PARAMS, max_registers=min(255, 65536 // threads), Element=dtype,
         StepIndex=step, kThreads=threads, kVectorLoads=vector_loads,
     )  # fmt: skip
 
