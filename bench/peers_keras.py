@@ -46,10 +46,12 @@ class KerasModel(TensorFlow):
         self._models: dict[bool, Any] = {}  # by the order of norms
         super().__init__(model, device, xla=False)
 
-    def prepare(self, problem: Problem) -> Array:
+    def _load(self, problem: Problem) -> None:
         if problem.pre_ln not in self._models:
             self._models.clear()  # half a gigabyte
             self._models[problem.pre_ln] = _keras_model(self._model, problem.pre_ln)
+
+    def prepare(self, problem: Problem) -> Array:
         with cki.device(self._kind):
             return super().prepare(problem)
 

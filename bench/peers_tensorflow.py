@@ -27,15 +27,21 @@ class TensorFlow:
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)  # other implementations live on the same one
         self._model, self._xla = model, xla
-        self._weights = {
-            name: tf.constant(value.T if _is_product(name) else value)
-            for name, value in bert_model.state_dict(model).items()
-        }
+        self._weights: dict[str, Any] = {}
         self._function: Any = None
+
+    def _load(self, problem: Problem) -> None:
+        """Makes the weights, once."""
+        import tensorflow as tf
+
+        if not self._weights:
+            for name, value in bert_model.state_dict(self._model).items():
+                self._weights[name] = tf.constant(value.T if _is_product(name) else value)
 
     def prepare(self, problem: Problem) -> Array:
         import tensorflow as tf
 
+        self._load(problem)
         self._ids = tf.constant(bert_model.token_ids(self._model, problem))
         self._mask = None
         if problem.lengths:
