@@ -6,14 +6,12 @@
     python bench/decode.py --cell 8x32768:kv=e4m3,block=64,heads=64,kv_heads=8,dim=128,queries=1
 
 Blocks of the cache are in random order, queries are one token a sequence.  GB/s counts keys and values (and scales)
-once.  `cki` merges the blocks' parts in a second launch, `cki counters` in the block that arrives last.  `cki one
-table` (--tune) takes lengths and tables from L2, where a model's layers before have left them.  cuDNN reads a dense
-cache through torch's SDPA, FlashAttention-3 the same blocks (`flash_attn_interface`, where installed).  `vs_`
-columns are the others' time over ours.  The very call that is timed is first compared with float64 on some sequences
-and heads, with the bound of the tests; one that is wrong ends the program.  Set `append` times `append_kv` for 64
-sequences, checked likewise.
-Method: CUDA graph replays over inputs that together exceed the L2 cache three times, one implementation after another
-in each round (bench/common.py).
+once.  `cki` merges the blocks' parts in clusters or a second launch, `cki counters` instead of the latter in the block
+that arrives last.  `cki one table` (--tune) takes lengths and tables from L2, where a model's layers before have left
+them.  cuDNN reads a dense cache through torch's SDPA, FlashAttention-3 the same blocks.  `vs_` columns are the others'
+time over ours.  The very call that is timed is first compared with float64 on some sequences and heads, with the bound
+of the tests; one that is wrong ends the program.  Set `append` times `append_kv` for 64 sequences, checked likewise.
+Method: CUDA graph replays over inputs that together exceed the L2 cache three times, in turn (bench/common.py).
 """
 
 from __future__ import annotations
@@ -162,9 +160,9 @@ class Variant:
     counted: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.warps}w{self.stages}s@{self.blocks_per_sm}"
         marks = {f" g{self.groups}": self.groups, " cluster": self.cluster, " counted": self.counted}
-        return text + "".join(mark for mark, holds in marks.items() if holds)
+        text = "".join(mark for mark, holds in marks.items() if holds)
+        return f"{self.warps}w{self.stages}s@{self.blocks_per_sm}{text}"
 
     def choose(self, shape: DecodeShape, device: Any) -> DecodeConfig:
         chosen = choose_decode(shape, device)
@@ -352,9 +350,7 @@ def measure_append() -> list[dict[str, object]]:
     def check_append(tensors: tuple[Any, ...], kv: str) -> None:
         """One call against the definition, at the slots that it writes."""
         append(*tensors)
-        qkv, slots, positions, weight, q_out = (
-            t.double().cpu().numpy() for i, t in enumerate(tensors) if i != 1
-        )
+        qkv, slots, positions, weight, q_out = (t.double().cpu().numpy() for t in tensors[:1] + tensors[2:])
         fresh = np.zeros((64, 1, 8, 128))
         truths = cki.reference.append_kv(
             qkv[:, 32:40], qkv[:, 40:], (fresh, fresh), np.arange(64), q=qkv[:, :32], positions=positions,
@@ -365,8 +361,10 @@ def measure_append() -> list[dict[str, object]]:
             stored = [code * scale for code, scale in zip(stored[:2], stored[2:])]
         for name, value, given in zip("kvq", (*stored, q_out), truths):
             truth = np.reshape(np.asarray(given), value.shape)
-            step = 2.0**-4 if kv == "e4m3" and name != "q" else 2.0**-8  # of the type, at a row's largest
-            if not (np.abs(value - truth) <= step * np.abs(truth).max(-1, keepdims=True)).all():
+            step = (2.0**-4 if kv == "e4m3" and name != "q" else 2.0**-8) * np.abs(truth).max(
+                -1, keepdims=True
+            )
+            if not (np.abs(value - truth) <= step).all():
                 raise SystemExit(f"append_kv {kv}: {name} is wrong")
 
     rows = []

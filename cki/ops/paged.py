@@ -346,6 +346,8 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     add(dtypes.bf16, 128, count=True)
     add(dtypes.bf16, 128, batch=1)
     add(dtypes.bf16, 128, batch=1, columns=256)
+    add(dtypes.bf16, 128, batch=4, columns=256)
+    add(dtypes.bf16, 128, batch=6, columns=32)
     add(dtypes.bf16, 128, block_size=1, queries=4)
     add(dtypes.f16, 64, group=8, queries=4, features=True, count=True)
     add(dtypes.bf16, 256, features=True, count=True)

@@ -61,15 +61,19 @@ struct CacheTile {
     return row * kPitch + (first ^ (second ^ swizzle(row))) * 16;
   }
 
-  // Those bytes for the chunks `2 pair + second` of a row, second 0 or 1, for all pairs. They are kept: found again for
-  // every tile, they were a fifth of its instructions.
+  // Those bytes for the chunks `2 pair + second` of a row, second 0 or 1, for all pairs. They are kept where there are
+  // registers: found again for every tile, they were a fifth of its instructions.
   struct PairsOfRow {
     static constexpr int kWays = !kSwizzled ? 1 : kRowBytes % 128 == 0 ? 4 : 2;
+    static constexpr bool kKept = kDim <= 128 || sizeof(Element) > 1;
     int of[kWays];
 
     __device__ __forceinline__ PairsOfRow(int row, int second) {
 #pragma unroll
-      for (int way = 0; way < kWays; ++way) of[way] = kept_in_register(offset(row, way * 2, second));
+      for (int way = 0; way < kWays; ++way) {
+        const int bytes = offset(row, way * 2, second);
+        of[way] = kKept ? kept_in_register(bytes) : bytes;
+      }
     }
     __device__ __forceinline__ int offset_of(int pair) const {
       return of[pair % kWays] + pair / kWays * kWays * 32;
