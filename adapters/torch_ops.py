@@ -198,6 +198,20 @@ _OUTSIDE = (
 _outside_graphs = torch.compiler.disable(_call_outside_graphs, reason=_OUTSIDE)
 
 
+def _leave_alone(function: Callable[..., Any]) -> None:
+    """Where a trace ends at an operation's call, Python makes it: torch.compile is to look for no graphs in there.
+
+    No public interface (`torch.compiler.disable` makes another function, which the public ones do not call).
+    """
+    with contextlib.suppress(AttributeError, TypeError):
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+_leave_alone(call)
+
+
 # Of what writes into its inputs (`append_kv`): for each output the input that it may be written over, and so is like.
 # By that it learns before it writes whether its result fits.  None where there is none.
 _LIKE = {

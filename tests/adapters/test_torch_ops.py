@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -296,6 +298,26 @@ def test_a_call_with_a_stream_stands_between_two_graphs():
             torch.compile(model, fullgraph=True, backend="eager")(x)
     with torch._subclasses.FakeTensorMode() as mode, pytest.raises(UnsupportedError, match="with stream="):
         model(mode.from_tensor(x))
+
+
+def test_a_call_between_two_graphs_is_not_traced():
+    """Dynamo warns of what it meets in there, and it takes time."""
+    traced = []
+
+    def backend(graph, _):
+        traced.append(graph)
+        return graph
+
+    def model(x):
+        return cki.layer_norm(2 * x, stream=0) + 1
+
+    x = normal(3, 66)
+    torch._dynamo.reset()
+    with cki.device("sim"), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        expected = model(x)  # the next call gets the problem's generated function
+        assert torch.equal(torch.compile(model, backend=backend)(x), expected)
+    assert len(traced) == 2  # before and after
 
 
 def test_other_frameworks_arrays_stand_between_two_graphs():
