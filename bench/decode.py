@@ -161,8 +161,7 @@ class Variant:
 
     def __str__(self) -> str:
         marks = {f" g{self.groups}": self.groups, " cluster": self.cluster, " counted": self.counted}
-        text = "".join(mark for mark, holds in marks.items() if holds)
-        return f"{self.warps}w{self.stages}s@{self.blocks_per_sm}{text}"
+        return "".join((f"{self.warps}w{self.stages}s@{self.blocks_per_sm}", *filter(marks.get, marks)))
 
     def choose(self, shape: DecodeShape, device: Any) -> DecodeConfig:
         chosen = choose_decode(shape, device)
