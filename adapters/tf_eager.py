@@ -248,5 +248,5 @@ def _tensor_test(tensor: Any, index: str, names: dict[str, Any]) -> str | None:
     if isinstance(tensor, tf.Variable) and tensor.shape.is_fully_defined():
         # Type, shape and device of a variable are fixed, whatever is assigned to it.
         names[f"same{index}"] = weakref.ref(tensor)
-        return "t{i} is same{i}()"
+        return "t{i} is not None and t{i} is same{i}()"  # gone, it is None
     return None

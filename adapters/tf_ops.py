@@ -9,13 +9,13 @@ Calls in eager mode are in `tf_eager`, those while TensorFlow builds a graph in 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from cki.adapters import gradient, gradient_tensorflow, known_operations, tf_c_api, tf_probe, tf_xla
+from cki.adapters.once import once
 from cki.adapters.tf_kernels import Kernels
 from cki.adapters.tf_node import NodeCall
 from cki.adapters.tf_types import EagerTensor
@@ -37,7 +37,7 @@ def op_name(spec: OpSpec) -> str:
     return "Cki" + "".join(part.capitalize() for part in spec.name.split("_"))
 
 
-@functools.cache
+@once  # type: ignore[untyped-decorator]
 def register() -> Kernels:
     """Register all operations and their kernels, once.  UnsupportedError says what this TensorFlow lacks."""
     from tensorflow.python.framework import ops
@@ -72,7 +72,7 @@ def _leave_as_written() -> None:
         pass
 
 
-@functools.cache
+@once  # type: ignore[untyped-decorator]
 def missing() -> str:
     """Why TensorFlow cannot be given operations of CKI's own; empty where it can."""
     try:

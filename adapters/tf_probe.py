@@ -8,13 +8,13 @@ before any result depends on it.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from cki.adapters import tf_c_api
+from cki.adapters.once import once
 from cki.adapters.tf_c_api import AllocatorAttributes, Compute, Create
 from cki.adapters.tf_types import FROM_CODE, TO_CODE
 from cki.errors import CkiError, UnsupportedError
@@ -27,7 +27,7 @@ _GIVEN = (("f32", (2, 3)), ("i64", (0, 4)), ("bf16", ()))
 _held: list[Any] = []
 
 
-@functools.cache
+@once  # type: ignore[untyped-decorator]
 def verify() -> None:
     """Run the operation; UnsupportedError says what is not as expected."""
     problems: list[str] = []

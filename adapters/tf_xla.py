@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from cki import dtypes
 from cki.adapters import tf_c_api, xla_calls, xla_ffi
+from cki.adapters.once import once
 from cki.adapters.tf_kernels import Place
 from cki.adapters.tf_node import Node, NodeCall
 from cki.adapters.tf_stablehlo import Extent, Tensor, module
@@ -44,7 +45,7 @@ _learning = threading.Lock()
 _learned: dict[bytes, Place] = {}
 
 
-@functools.cache
+@once  # type: ignore[untyped-decorator]
 def register() -> None:
     """Make the handlers known to TensorFlow's XLA.  UnsupportedError says what this TensorFlow lacks."""
     address = 0

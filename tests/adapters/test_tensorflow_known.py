@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ import cki  # noqa: E402
 from cki.adapters import tf_eager, xla_activity  # noqa: E402
 from cki.adapters.tf_ops import register  # noqa: E402
 from cki.errors import InvalidTypeError, UnsupportedError  # noqa: E402
+from tests.adapters.programs import output_of  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
 X = np.random.default_rng(4).standard_normal((4, 6, 96)).astype(np.float32)
@@ -59,6 +61,34 @@ def test_a_call_like_an_earlier_one_is_recognised(searched):
     cki.layer_norm(x, weight, eps=1)
     with pytest.raises(InvalidTypeError, match="eps is True of type bool"):  # equal, but no number
         cki.layer_norm(x, weight, eps=True)
+
+
+def test_a_variable_that_is_gone_is_not_taken_for_none():
+    x = tf.constant(X[0])
+    plain = cki.layer_norm(x).numpy()
+    for _ in range(2):
+        weight = tf.Variable(3 * X[0, 0])
+        for _ in range(2):
+            assert not np.array_equal(cki.layer_norm(x, weight), plain)
+        del weight
+        gc.collect()
+        np.testing.assert_array_equal(cki.layer_norm(x), plain)
+
+
+def test_threads_that_come_first_at_once(device):
+    """TensorFlow ends the process when an operation is registered twice."""
+    program = (
+        "import threading, numpy as np, tensorflow as tf, cki\n"
+        "def work(results):\n"
+        "    x = tf.ones((3, 8))\n"
+        "    results.append(float(tf.reduce_sum(cki.softmax(x) + tf.function(cki.softmax)(x))))\n"
+        "results = []\n"
+        "threads = [threading.Thread(target=work, args=(results,)) for _ in range(6)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "print([round(result, 3) for result in results] == [6.0] * 6)\n"
+    )
+    assert output_of(program, CKI_DEVICE=device.kind).split() == ["True"]
 
 
 def test_slices_of_recognised_shapes_may_lie_anywhere():
