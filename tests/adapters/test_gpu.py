@@ -108,11 +108,12 @@ def test_order_after_makes_a_stream_wait_without_the_host():
     source, target = cupy.zeros(1 << 20, np.float32), cupy.zeros(1 << 20, np.float32)
     source.fill(0)  # compiled before the producer is held up
     cupy.cuda.runtime.deviceSynchronize()
-    keep_busy(producer.ptr)
+    release = keep_busy(producer.ptr, until_released=True)
     with producer:
         source.fill(3)
     order_after(consumer.ptr, producer.ptr, 0)
     assert not producer.done  # the host went on
+    release()
     with consumer:
         target[...] = source
     synchronize(consumer.ptr, 0)
@@ -148,10 +149,11 @@ def test_cupy_call_runs_on_the_current_stream():
         x.fill(0)
         cupy.cuda.runtime.deviceSynchronize()
         with stream:
-            keep_busy(stream.ptr)
+            release = keep_busy(stream.ptr, until_released=True)
             x[...] = source
             y = cki.layer_norm(x)
             assert not stream.done  # the call did not wait
+            release()
             assert bool((y == wanted).all())
 
 
@@ -161,11 +163,12 @@ def test_cupy_call_on_a_named_stream():
     stream = cupy.cuda.Stream(non_blocking=True)
     x = cupy.zeros_like(source)
     cupy.cuda.runtime.deviceSynchronize()
-    keep_busy(stream.ptr)
+    release = keep_busy(stream.ptr, until_released=True)
     with stream:
         x[...] = source
     y = cki.layer_norm(x, stream=stream)
     assert not stream.done
+    release()
     stream.synchronize()
     assert bool((y == wanted).all())
 
@@ -235,10 +238,11 @@ def test_torch_call_runs_on_the_current_stream(torch):
         x.zero_()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            keep_busy(stream.cuda_stream)
+            release = keep_busy(stream.cuda_stream, until_released=True)
             x.copy_(source)
             y = cki.layer_norm(x)
             assert not stream.query()  # the call did not wait
+            release()
             same = torch.equal(y, wanted)
         assert same
 
@@ -416,12 +420,13 @@ def test_interface_stream_is_waited_for_and_temporaries_live():
     for _ in range(10):
         x = cupy.zeros_like(source)
         cupy.cuda.runtime.deviceSynchronize()
-        keep_busy(producer.ptr)
+        release = keep_busy(producer.ptr, until_released=True)
         with producer:
             x[...] = source
         y = cki.layer_norm(OnGpu(x, stream=producer.ptr))
         del x
         assert not producer.done
+        release()
         assert bool((y == wanted).all())
 
 

@@ -44,7 +44,7 @@ def test_a_pipeline_over_two_streams_and_events():
         cupy.cuda.runtime.deviceSynchronize()
         ready, done = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
         with first:
-            keep_busy(first.ptr)
+            release = keep_busy(first.ptr, until_released=True)
             cupy.multiply(source, 2, out=x)
             ready.record()
         with second:
@@ -52,6 +52,7 @@ def test_a_pipeline_over_two_streams_and_events():
             y = cki.softmax(x)
             done.record()
         assert not done.done
+        release()
         with first:
             first.wait_event(done)
             z = y + 1

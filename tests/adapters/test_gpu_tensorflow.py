@@ -60,9 +60,10 @@ def test_the_learned_stream_is_tensorflow_s():
     keep_busy(stream)  # so does this
     for _ in range(5):
         cupy.cuda.runtime.streamSynchronize(stream)
-        keep_busy(stream)
+        release = keep_busy(stream, until_released=True)
         y = x * 2.0
         assert not is_done(stream)
+        release()
         np.testing.assert_array_equal(y.numpy(), wanted)
 
 
@@ -75,9 +76,10 @@ def test_calls_do_not_wait(way):
     keep_busy(stream)
     for _ in range(5):
         cupy.cuda.runtime.streamSynchronize(stream)
-        keep_busy(stream)
+        release = keep_busy(stream, until_released=True)
         y = call(x + 0.0)
         assert not is_done(stream)
+        release()
         np.testing.assert_array_equal(y.numpy(), wanted)
 
 

@@ -113,10 +113,11 @@ def test_cupy_streams_of_the_second_gpu():
         wanted = cupy.asnumpy(cki.softmax(source))
         cupy.cuda.runtime.deviceSynchronize()
         with stream:
-            keep_busy(stream.ptr)
+            release = keep_busy(stream.ptr, until_released=True)
             x[...] = source
             y = cki.softmax(x)
             assert not stream.done
+            release()
             stream.synchronize()
         np.testing.assert_array_equal(cupy.asnumpy(y), wanted)
         keep_busy(stream.ptr)
