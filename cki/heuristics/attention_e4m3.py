@@ -57,11 +57,16 @@ def choose_e4m3_tiles(
 ) -> E4m3Tiles:
     """Tiles for padded head dimensions.  has_limits: causal or windowed.
 
-    Keys a tile depend on nothing: they decide the order of sums, and a row's result must not change with the batch
-    beside it.
+    Keys a tile and the softmax depend on dimensions alone: they decide the order of sums, and a row's result must not
+    change with the batch beside it.
     """
-    tiles = E4m3Tiles(2 if queries > 64 else 1, 128, 3 if max(head_dim, value_dim) <= 128 else 2)
-    assert tiles.shared_memory(head_dim, value_dim) <= device.shared_memory_per_block
+    consumers = 1 if queries <= 64 else 2
+    if max(head_dim, value_dim) <= 64:
+        # The softmax is what takes the time: a third consumer to hide its latency, and fewer of its instructions.
+        tiles = E4m3Tiles(3 if queries > 128 else consumers, 96, 3, lazy=True)
+    else:
+        tiles = E4m3Tiles(consumers, 128, 3 if head_dim <= 128 else 2)
+    assert tiles.shared_memory(head_dim, min(value_dim, PROMOTED_DIM)) <= device.shared_memory_per_block
     rounds = math.ceil(queries / tiles.block_rows) * batch_heads / device.sm_count
     if rounds <= 1:
         return tiles

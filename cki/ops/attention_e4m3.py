@@ -14,7 +14,7 @@ from cki import dtypes
 from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import padded
-from cki.heuristics.attention_e4m3 import MIN_QUERIES, SLAB_KEYS, E4m3Tiles, choose_e4m3_tiles
+from cki.heuristics.attention_e4m3 import MIN_QUERIES, PROMOTED_DIM, SLAB_KEYS, E4m3Tiles, choose_e4m3_tiles
 from cki.heuristics.attention_hopper import GROUP_ROWS, SCHEDULES, heads_per_section, key_span
 from cki.kernel import kernel_spec
 from cki.operand import Operand, dense
@@ -163,6 +163,14 @@ def plan_hopper_e4m3(
         raise UnsupportedError("attention: the Hopper kernel of e4m3", obstacles, "the generic kernel")
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
+    if value_dim > PROMOTED_DIM and tiles.promote is None:
+        # Wide values in parts, each with scores of its own: sums that leave no registers for promotion are wrong by a
+        # multiple of what rounding explains.
+        parts = [
+            plan_hopper_e4m3(q, k, v_part, out_part, tiles, descales, optional, features, numbers, device)
+            for v_part, out_part in zip(column_parts(v), column_parts(out))
+        ]
+        return tuple(step for steps in parts for step in steps)
     group = heads // kv_heads
     depth, value_columns = _padded_depth(head_dim), padded(value_dim)
     row_blocks = -(-queries // tiles.block_rows)
@@ -232,10 +240,27 @@ def plan_hopper_e4m3(
     )  # fmt: skip
 
 
+def column_parts(tensor: Operand) -> list[Operand]:
+    """The last axis in as few parts as are promoted, multiples of 16 wide and as even as that allows."""
+    count = -(-tensor.shape[3] // PROMOTED_DIM)
+    width = padded(-(-tensor.shape[3] // count))
+    begins = range(0, tensor.shape[3], width)
+    return [
+        tensor.view(
+            (*tensor.shape[:3], min(width, tensor.shape[3] - begin)),
+            tensor.strides,
+            begin * tensor.strides[3],
+        )
+        for begin in begins
+    ]
+
+
 def values_workspace(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
     """The workspace of the turned values, where these steps turn some."""
-    return tuple({
-        (argument.slot, argument.nbytes)
-        for step in steps for argument in step.args
+    found = [
+        argument.nbytes
+        for step in steps
+        for argument in step.args
         if isinstance(argument, Operand) and argument.slot == VALUES
-    })  # fmt: skip
+    ]
+    return ((VALUES, max(found)),) if found else ()
