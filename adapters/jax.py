@@ -112,7 +112,7 @@ class JaxAdapter(IndirectAdapter):
             raise InvalidTypeError("values were asked for inside a traced function", self.check(tensor))
         tensor.block_until_ready()
         view = from_capsule(tensor.__dlpack__(), tensor)
-        view.readonly = True
+        view.readonly = not is_cache_memory(tensor)
         return view
 
     def own_call(

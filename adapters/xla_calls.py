@@ -102,10 +102,10 @@ class XlaCall:
 
     def written(self) -> tuple[int, ...]:
         """Positions among `tensors` of those that the operation writes: their new values are results."""
-        names = {item.name for item in self.spec.inputs if item.written}
-        if self.operation == "append_kv":  # scales of tokens are written with them, scales of heads are read
-            names |= {name for name, _, shape in self.tensors if name.endswith("_scale") and len(shape) == 3}
-        return tuple(index for index, (name, _, _) in enumerate(self.tensors) if name in names)
+        items = {item.name: item for item in self.spec.inputs}
+        return tuple(
+            index for index, (name, _, shape) in enumerate(self.tensors) if items[name].is_written(len(shape))
+        )
 
 
 def _problem(call: XlaCall) -> Problem:

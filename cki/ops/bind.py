@@ -43,8 +43,15 @@ class Bound(NamedTuple):
 
 
 def out_arguments(spec: OpSpec) -> tuple[str, ...]:
-    """The arguments that carry a caller's output tensors: `out` for the first output, `<name>_out` for others."""
-    return ("out", *(name if name.endswith("out") else f"{name}_out" for name in spec.outputs[1:]))
+    """The arguments that carry a caller's output tensors: `out` for the first output, `<name>_out` for others.
+
+    An output whose name ends in `out` is its own argument.
+    """
+    first, *others = spec.outputs
+    return (
+        first if first.endswith("out") else "out",
+        *(name if name.endswith("out") else f"{name}_out" for name in others),
+    )
 
 
 def require_inputs(spec: OpSpec, inputs: Sequence[Any]) -> None:
@@ -81,6 +88,7 @@ def bind(
             name: views[argument] for name, argument in zip(spec.outputs, out_names) if argument in views
         }
         _check_outs(spec, problem, outputs, given)
+        _check_written(spec, problem, views)
     if problem.violations:
         raise problem.refusal(f"{spec.name}: invalid arguments")
 
@@ -231,6 +239,24 @@ def _check_outs(
             problem.reject(
                 f"{argument} overlaps itself (shape {view.shape}, strides {view.strides})",
                 f"{argument} with one element for each address",
+            )
+
+
+def _check_written(spec: OpSpec, problem: Problem, views: Mapping[str, TensorView]) -> None:
+    """Note inputs that the operation writes into and cannot."""
+    for item in spec.inputs:
+        view = views.get(item.name)
+        if view is None or not item.is_written(view.ndim):
+            continue
+        if view.readonly:
+            problem.reject(
+                f"{item.name} is read-only, and {spec.name} writes into it",
+                f"a writable {item.name} (of JAX or TensorFlow: no stream=, and the new values are returned)",
+            )
+        if not _is_injective(view):
+            problem.reject(
+                f"{item.name} overlaps itself (shape {view.shape}, strides {view.strides})",
+                f"{item.name} with one element for each address",
             )
 
 

@@ -163,10 +163,12 @@ class Entry:
     def _refuse_overlap(self, pointers: list[int]) -> None:
         broken = [rule for *_, rule in self.overlaps if rule.broken(pointers)]
         allowed = sorted({rule.other_name for rule in broken if rule.may_coincide})
+        written = {item.name for item in self.spec.inputs} & {rule.output_name for rule in broken}
+        apart = f"{' and '.join(sorted(written))} apart from all others; " if written else ""
         raise InvalidArgumentError(
             f"{self.spec.name}: overlapping memory",
             [f"{rule.output_name} shares memory with {rule.other_name}" for rule in broken],
-            "outputs apart from the inputs"
+            f"{apart}outputs apart from the inputs"
             + (f", or the very same view as {' or '.join(allowed)}" if allowed else ""),
         )
 
@@ -174,11 +176,24 @@ class Entry:
 def _overlap_rules(
     spec: OpSpec, bound: Bound, position: dict[str, int], argument_of: dict[str, str]
 ) -> list[OverlapRule]:
-    """Each caller's output against each input, and against the outputs after it."""
+    """Each tensor that is written against those that are read, and against the written ones after it."""
     output_of = {argument: name for name, argument in argument_of.items()}
     arguments = [argument for argument in output_of if argument in bound.views]
     inputs = [item.name for item in spec.inputs if item.name in bound.views]
-    return [
+    written = [
+        item.name
+        for item in spec.inputs
+        if item.name in bound.views and item.is_written(bound.views[item.name].ndim)
+    ]
+    read = [name for name in inputs if name not in written]
+    rules = [
+        overlap_rule(
+            (name, other), (position[name], position[other]), (bound.views[name], bound.views[other]), False
+        )
+        for index, name in enumerate(written)
+        for other in [*written[index + 1 :], *read]
+    ]
+    return rules + [
         overlap_rule(
             (argument, other), (position[argument], position[other]), (bound.views[argument], bound.views[other]),
             (output_of[argument], other) in spec.in_place,

@@ -69,7 +69,8 @@ class HeldPlan:
         if pointers is None:
             raise self._refusal(tensors)
         results = tuple(None if place is None else outs[place] for place in self._outputs)
-        return entry.run(pointers, inputs, results, stream)
+        returned = entry.run(pointers, inputs, results, stream)
+        return None if type(returned) is tuple and not returned else returned
 
     def _by_signature(self, tensors: Sequence[Any]) -> list[int] | None:
         """The addresses, where no code recognises the tensors."""

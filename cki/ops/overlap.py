@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from cki.tensor import TensorView
+
+#: Of one rule, whose verdicts are remembered.
+_DISTANCES = 256
 
 
 class _Memory:
@@ -36,6 +39,8 @@ class OverlapRule:
     may_coincide: bool
     output_bytes: tuple[int, int]
     other_bytes: tuple[int, int]
+    #: Distance of the addresses -> whether elements are shared, where the ranges overlap (interleaved caches).
+    known: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def broken(self, pointers: list[int]) -> bool:
         """Whether the two share an element at these addresses."""
@@ -44,7 +49,15 @@ class OverlapRule:
         other_low, other_high = self.other_bytes
         if output + high <= other + other_low or other + other_high <= output + low:
             return False
-        return not (self.may_coincide and output == other) and self._share_elements(output, other)
+        if self.may_coincide and output == other:
+            return False
+        distance = other - output
+        found = self.known.get(distance)
+        if found is None:
+            if len(self.known) >= _DISTANCES:
+                self.known.clear()
+            found = self.known[distance] = self._share_elements(output, other)
+        return found
 
     def _share_elements(self, output: int, other: int) -> bool:
         first, second = (

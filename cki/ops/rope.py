@@ -234,7 +234,7 @@ APPEND_KV = OpSpec(
     inputs=(
         Input("k"), Input("v"), Input("k_cache", written=True), Input("v_cache", written=True), Input("slot_mapping"),
         Input("q", True), Input("positions", True), Input("cos_sin", True), Input("q_norm_weight", True),
-        Input("k_norm_weight", True), Input("k_scale", True), Input("v_scale", True),
+        Input("k_norm_weight", True), Input("k_scale", True, written_axes=3), Input("v_scale", True, written_axes=3),
     ),
     attributes=(
         Attribute("rope_base", float), Attribute("rotary_dim", int), Attribute("interleaved", bool, False),

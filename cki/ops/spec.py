@@ -19,11 +19,20 @@ from cki.plan import Plan
 
 
 class Input(NamedTuple):
-    """A tensor argument.  written: the operation writes into it too (a cache), so a read-only one is refused."""
+    """A tensor argument.
+
+    written: the operation writes into it too (a cache), so a read-only one is refused, and memory shared with others.
+    written_axes: it is written where it has so many axes (scales of tokens, not those of heads).
+    """
 
     name: str
     optional: bool = False
     written: bool = False
+    written_axes: int | None = None
+
+    def is_written(self, axes: int) -> bool:
+        """Whether the operation writes into a tensor of so many axes that is passed for it."""
+        return self.written or axes == self.written_axes
 
 
 class Attribute(NamedTuple):

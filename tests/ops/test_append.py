@@ -13,6 +13,7 @@ import pytest
 
 import cki
 from cki import reference
+from cki.errors import CkiError
 from cki.memory import PagedKVCache
 from cki.reference.paged import dequantized, quantize_e4m3
 from tests.compare import assert_close
@@ -324,6 +325,86 @@ def test_a_read_only_cache_is_refused():
         cki.append_kv(k, k, cache, np.zeros(1, np.int64))
 
 
+def one_call() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """k, v, k_cache, v_cache and slots of 4 tokens."""
+    return normal((4, 2, 8), F32, 1), normal((4, 2, 8), F32, 2), *caches(F32, 2, 8, 8), np.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("k_cache shares memory with v_cache", lambda k, v, kc, vc, s: (k, v, kc, kc, s)),
+        ("k_cache shares memory with k", lambda k, v, kc, vc, s: (kc.reshape(-1, 2, 8)[2:6], v, kc, vc, s)),
+        (
+            "v_cache shares memory with slot_mapping",
+            lambda k, v, kc, vc, s: (k, v, kc, vc, vc.view(np.int64).ravel()[:4]),
+        ),
+        (
+            "k_cache overlaps itself",
+            lambda k, v, kc, vc, s: (k, v, np.lib.stride_tricks.as_strided(kc, kc.shape, (0, *kc.strides[1:])), vc, s),
+        ),
+    ],
+)  # fmt: skip
+def test_caches_that_share_memory_are_refused(message, change):
+    k, v, k_cache, v_cache, slots = change(*one_call())
+    before = k_cache.copy(), v_cache.copy()
+    with cki.device("sim"):
+        for _ in range(3):  # the later calls find the problem known
+            with pytest.raises(CkiError, match=message):
+                cki.append_kv(k, v, (k_cache, v_cache), slots)
+    assert np.array_equal(k_cache, before[0]) and np.array_equal(v_cache, before[1])
+
+
+def test_keys_and_values_may_lie_interleaved_in_one_array():
+    k, v, _, _, slots = one_call()
+    both = np.zeros((BLOCKS, 2, BLOCK_SIZE, 2, 8), F32)
+    with cki.device("sim"):
+        for _ in range(3):
+            cki.append_kv(k, v, (both[:, 0], both[:, 1]), slots)
+    assert np.array_equal(both[:, 0].reshape(-1, 2, 8)[:4], k)
+    assert np.array_equal(both[:, 1].reshape(-1, 2, 8)[:4], v)
+
+
+def test_a_known_problem_is_refused_where_only_a_later_call_shares_memory():
+    torch = pytest.importorskip("torch")
+    k, v, k_cache, v_cache, slots = map(torch.from_numpy, one_call())
+    with cki.device("sim"):
+        for _ in range(3):
+            cki.append_kv(k, v, (k_cache, v_cache), slots)
+        with pytest.raises(CkiError, match="k_cache shares memory with v_cache"):
+            cki.append_kv(k, v, (k_cache, k_cache), slots)
+
+
+def test_read_only_scales_are_refused_where_they_are_written():
+    k, v, _, _, slots = one_call()
+    codes = [np.zeros((BLOCKS, BLOCK_SIZE, 2, 8), E4M3) for _ in range(2)]
+    with cki.device("sim"):
+        for shape in ((BLOCKS, BLOCK_SIZE, 2), (2,)):
+            scales = [np.ones(shape, F32), np.ones(shape, F32)]
+            scales[1].flags.writeable = False
+            if len(shape) == 1:  # scales of heads are read
+                cki.append_kv(k, v, (*codes, *scales), slots)
+                continue
+            with pytest.raises(CkiError, match="v_scale is read-only"):
+                cki.append_kv(k, v, (*codes, *scales), slots)
+            assert (scales[0] == 1).all()
+
+
+def test_immutable_arrays_are_not_written_on_a_stream():
+    jnp = pytest.importorskip("jax.numpy")
+    k, v, k_cache, v_cache, slots = map(jnp.asarray, one_call())
+    before = np.array(k_cache)
+    with cki.device("sim"), pytest.raises(CkiError, match="k_cache is read-only"):
+        cki.append_kv(k, v, (k_cache, v_cache), slots, stream=0)
+    assert np.array_equal(k_cache, before)
+
+
+def test_queries_for_no_output_are_named_as_they_were_given():
+    k, v, k_cache, v_cache, slots = one_call()
+    with cki.device("sim"), pytest.raises(CkiError, match="q_out is given"):
+        cki.append_kv(k, v, (k_cache, v_cache), slots, q_out=k.copy())
+
+
 def test_e4m3_needs_its_scales_and_sm_89():
     k, codes, scales = np.zeros((1, 2, 16), F16), np.zeros((4, 2, 2, 16), E4M3), np.ones(2, np.float32)
     with (
@@ -356,3 +437,13 @@ def test_validated_slots_and_positions(monkeypatch, slots, positions, message):
             positions=np.array(positions),
             cos_sin=cos_sin(4, 16),
         )
+
+
+def test_a_held_call_without_queries_returns_none(device):
+    k, (k_cache, v_cache) = normal((2, 1, 16), F16, 1), caches(F16, 1, 16, 16)
+    tensors = [device.array(t) for t in (k, k, k_cache, v_cache, np.array([3, 0]))]
+    new, cache, slots = tensors[:2], tuple(tensors[2:4]), tensors[4]
+    held = cki.hold(cki.append_kv, *new, cache, slots)
+    assert held(*tensors) is None
+    written = device.numpy(cache[0]).reshape(-1, 1, 16)
+    assert np.array_equal(written[[3, 0]], k)
