@@ -39,9 +39,9 @@ _CLUSTERS = (8, 4, 2)
 #: The part of a device's SMs that clusters of 8 blocks, one an SM, can have at the same time: of the 132 SMs of an H200
 #: 120, since some lie in GPCs whose SMs are no multiple of 8.
 _IN_CLUSTERS = 0.9
-#: Bytes of keys and values up to which clusters on half of the SMs are faster than all SMs and a second launch: where
-#: tiles are dealt and of the size that was measured, where they are of another size, and where the line is cut.
-_CLUSTERED_BYTES, _CLUSTERED_SMALL, _CLUSTERED_LINE = 256 << 20, 32 << 20, 32 << 20
+#: Bytes of keys and values up to which clusters on half of the SMs are faster than all SMs and a second launch, for
+#: tiles of the size that was measured and for others.
+_CLUSTERED_BYTES, _CLUSTERED_SMALL = 256 << 20, 32 << 20
 #: Tiles of all units up to which fewer warps, with more tiles each, are as good or better: fewer states to combine.
 _FEW_TILES = 2048
 #: The same in clusters; and tiles up to which clusters serve products that take longer than the memory.
@@ -190,20 +190,19 @@ def choose_dealt(shape: DecodeShape, units: int, groups: int, together: int) -> 
 def choose_cluster(shape: DecodeShape, units: int, device: DeviceInfo) -> int:
     """Groups that are to be a cluster, which merges without a second launch; 0 if they should not be one.
 
-    Half of the SMs read as fast as all, if their warps keep up: with 16-bit elements and one tile of rows.
+    Half of the SMs read as fast as all, if their warps keep up: with dealt tiles, 16-bit elements and one tile of rows.
     """
     if device.arch in SERIAL_ARCHS:
         return 0
     groups = next((n for n in _CLUSTERS if units * n <= _IN_CLUSTERS * device.sm_count), 0)
     if units * groups < device.sm_count // 4:
         return 0
+    if not choose_dealt(shape, units, groups, units)[0]:
+        return 0
     tiles = shape.positions * units
     if shape.itemsize != 2 or shape.rows > TILE_ROWS or shape.scattered:
         return groups if tiles <= _FEW_IN_CLUSTERS else 0
-    dealt, _ = choose_dealt(shape, units, groups, units)
-    most = _CLUSTERED_LINE
-    if dealt:
-        most = _CLUSTERED_BYTES if 8192 <= stage_bytes(shape) < 16384 else _CLUSTERED_SMALL
+    most = _CLUSTERED_BYTES if 8192 <= stage_bytes(shape) < 16384 else _CLUSTERED_SMALL
     return groups if tiles * stage_bytes(shape) <= most else 0
 
 

@@ -42,9 +42,15 @@ def test_clusters_merge_where_there_are_any():
         assert chosen.dealt and chosen.cluster == (arch not in ("sm_80", "sm_89"))
         assert not chosen.cluster or chosen.groups == 8
     hopper = sim_device("sm_90a")
-    for other in ({"positions": 10**5}, {"kv_heads": 1}, {"kv_heads": 64}, {"batch": 64, "positions": 10**4}):
+    for other in (
+        {"positions": 10**5},
+        {"kv_heads": 1},
+        {"kv_heads": 64},
+        {"batch": 64},
+        {"batch": 6},
+        {"window": True},
+    ):
         assert not choose_decode(dataclasses.replace(shape, **other), hopper).cluster
-    assert choose_decode(dataclasses.replace(shape, window=True), hopper).cluster
     assert choose_decode(dataclasses.replace(shape, batch=4, positions=4096), hopper).cluster
     for slow in ({"itemsize": 1}, {"itemsize": 4}, {"rows": 16}, {"scattered": True}):  # products take longer
         assert not choose_decode(dataclasses.replace(shape, **slow), hopper).cluster
