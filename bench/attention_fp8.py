@@ -1,7 +1,7 @@
 """Attention of e4m3 codes beside our own bf16 kernel and FA3's FP8 and bf16 ones, 16384 tokens of width 2048.
 
     python bench/attention_fp8.py                                     # head dimensions 64, 128, 256: 2 minutes
-    python bench/attention_fp8.py --dims 128 --variant stages=2 --variant promote=False,block_keys=224
+    python bench/attention_fp8.py --dims 128 --variant stages=2 --variant lazy=True
 
 Codes and descales are of normal numbers, a head's largest at 448, as a quantiser gives them; the quantisation is in no
 time, the launch that turns the values is in ours (`turning alone` is that launch by itself).  Every e4m3 call of ours
@@ -174,7 +174,7 @@ def chosen_tiles(shape: Shape) -> E4m3Tiles:
 
 
 def with_fields(tiles: E4m3Tiles, text: str) -> E4m3Tiles:
-    """Tiles with fields changed: `stages=2,promote=False`."""
+    """Tiles with fields changed: `stages=2,lazy=True`."""
     pairs = (part.split("=") for part in text.split(","))
     return dataclasses.replace(tiles, **{name: ast.literal_eval(value) for name, value in pairs})
 

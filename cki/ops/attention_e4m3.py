@@ -163,7 +163,7 @@ def plan_hopper_e4m3(
         raise UnsupportedError("attention: the Hopper kernel of e4m3", obstacles, "the generic kernel")
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
-    if value_dim > PROMOTED_DIM and tiles.promote is None:
+    if value_dim > PROMOTED_DIM:
         # Wide values in parts, each with scores of its own: sums that leave no registers for promotion are wrong by a
         # multiple of what rounding explains.
         parts = [
@@ -188,7 +188,7 @@ def plan_hopper_e4m3(
         "attention/hopper/attention_e4m3.cu", "attention_e4m3", _PARAMS, archs=(_ARCH,),
         max_registers=tiles.registers, **features, Result=out.dtype, kHeadDim=depth, kValueDim=value_columns,
         kKeySpan=key_span(depth // 2), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys, kStages=tiles.stages,
-        kPingPong=tiles.ping_pong, kSchedule=SCHEDULES.index(tiles.schedule), kPromote=tiles.promotes(value_columns),
+        kPingPong=tiles.ping_pong, kSchedule=SCHEDULES.index(tiles.schedule),
         kLazy=tiles.lazy, kLse=optional["lse"] is not None,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kWideStore=out.strides[3] == 1 and value_dim % 8 == 0 and out.is_aligned(16),

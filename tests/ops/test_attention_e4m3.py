@@ -186,7 +186,7 @@ def test_rings_and_turns_under_every_check(device, case, schedule, consumers, ca
             check(device, tensors, tiles, wanted=wanted, causal=causal)
 
 
-# Rows of 32, 64 and 128 bytes and more, a value dimension of its own; sums promoted and not.
+# Rows of 32, 64 and 128 bytes and more, a value dimension of its own; wide values in parts.
 @pytest.mark.parametrize(
     ("dim", "value_dim", "lazy"),
     [(16, 16, True), (64, 48, False), (80, 112, True), (128, 128, False), (128, 128, True), (144, 32, False),
@@ -197,9 +197,7 @@ def test_head_dims(device, dim, value_dim, lazy):
     check(device, codes(70, 150, dim=dim, value_dim=value_dim), tiles, causal=True)
 
 
-@pytest.mark.parametrize(
-    "tiles", [E4m3Tiles(2, 192, 2, promote=False), E4m3Tiles(2, 96, 4), E4m3Tiles(1, 64, lazy=True)]
-)
+@pytest.mark.parametrize("tiles", [E4m3Tiles(2, 192, 2), E4m3Tiles(2, 96, 4), E4m3Tiles(1, 64, lazy=True)])
 def test_tiles(device, tiles):
     check(device, codes(130, 450, dim=64), tiles)
     check(device, codes(130, 450, dim=64), tiles, causal=True)
@@ -227,7 +225,7 @@ def test_features(device, options, tiles):
     check(device, codes(queries, 150, dim=16), tiles, **options)
 
 
-@pytest.mark.parametrize("tiles", [SMALL, LAZY, E4m3Tiles(2, 64, promote=False)])
+@pytest.mark.parametrize("tiles", [SMALL, LAZY])
 def test_lse_changes_no_bits(device, tiles):
     """It is of the weights before they are rounded, the normaliser of the others."""
     case = codes(140, 170, dim=32)

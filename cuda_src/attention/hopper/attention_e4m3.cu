@@ -12,7 +12,7 @@
 //   sums     of P V are promoted to fp32 once a tile or a few (configuration_e4m3.cuh)
 // A weight rounds to three bits, the sum of weights does not: the result's error is that of the rounding, averaged.
 //
-// Registers a thread: S kBlockKeys/2, P kBlockKeys/8, O kValueDim/2, and as many again with kPromote.
+// Registers a thread: S kBlockKeys/2, P kBlockKeys/8, O kValueDim/2 and as many for the sums of the tiles in flight.
 #include "attention/hopper/configuration_e4m3.cuh"
 #include "attention/hopper/epilogue.cuh"
 #include "attention/hopper/finish_logits.cuh"
@@ -163,14 +163,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     ptx::wgmma_commit_group();
   };
   const auto start_values = [&](Rows& rows) {
-    multiply_e4m3_values<ValueTile>(rows.product(), rows.weights,
+    multiply_e4m3_values<ValueTile>(rows.part, rows.weights,
                                     wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes),
                                     rows.accumulates());
     ptx::wgmma_commit_group();
   };
   const auto wait_values = [&](Rows& rows) {
     ptx::wgmma_wait_group<0>();
-    ptx::wgmma_fence_registers(rows.product());
+    ptx::wgmma_fence_registers(rows.part);
   };
   // A tile of which the block needs something, but this warpgroup nothing. It keeps its place in the rings and turns.
   const auto skip_tile = [&] {

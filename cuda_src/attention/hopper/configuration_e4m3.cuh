@@ -50,7 +50,6 @@ constexpr int kSumColumns = 8;
 
 // Transposed values: a row a column of V, of pairs of keys.
 struct ValueTile {
-  static constexpr int kColumns = kValueDim;
   static constexpr int kRows = kValueDim + kSumColumns;
   static constexpr int kSpan = 128;
   static constexpr int kSlabColumns = kSpan / 2;
@@ -69,16 +68,15 @@ constexpr int kPromotedTiles = kLazy ? 4 : 1;
 
 // What a consumer's thread keeps of its two rows from tile to tile.
 //
-// The tensor core adds e4m3 products with 14 bits or so, which are too few for the sum over all keys. With kPromote the
-// products of kPromotedTiles tiles have a sum of their own, `part`, which is added to the output in fp32. Wide outputs leave
-// no registers for that, and accumulate in the tensor core.
+// The tensor core adds e4m3 products with 14 bits or so, which are too few for the sum over all keys. So the products of
+// kPromotedTiles tiles have a sum of their own, `part`, which is added to the output in fp32.
 //
 // The weights' sums come from the tensor core too: the normaliser is of the weights that the values were multiplied by, so
 // that a weight that dominates its row is right however it was rounded, and no thread adds them.
 struct Rows {
   static constexpr int kSums = ValueTile::kRows / 2;
   float output[kSums];
-  float part[kPromote ? kSums : 1];
+  float part[kSums];
   bool is_fresh;                    // nothing is in `part` that the next product is to be added to
   float correction[2];              // eagerly: of the output, due with the next part
   u32 weights[kBlockKeys / 32][4];  // of the tile whose values are to be added next
@@ -92,24 +90,15 @@ struct Rows {
     is_fresh = true;
   }
 
-  // The accumulators of the product in flight.
-  __device__ __forceinline__ auto& product() {
-    if constexpr (kPromote) {
-      return part;
-    } else {
-      return output;
-    }
-  }
-
   // Whether the next product is added to what is there.
-  __device__ __forceinline__ bool accumulates() const { return !kPromote || (kPromotedTiles > 1 && !is_fresh); }
+  __device__ __forceinline__ bool accumulates() const { return kPromotedTiles > 1 && !is_fresh; }
 
   // After the product of a tile of keys, and before the next one: its sums enter the output, if they are due.
   __device__ __forceinline__ void take_product(int tile) {
-    if constexpr (kPromote && kPromotedTiles == 1) {
+    if constexpr (kPromotedTiles == 1) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) output[i] = fmaf(output[i], correction[i / 2 % 2], part[i]);
-    } else if constexpr (kPromote) {
+    } else {
       is_fresh = tile % kPromotedTiles == 0;
       if (is_fresh) add_part();
     }
@@ -117,24 +106,24 @@ struct Rows {
 
   // After the last product.
   __device__ __forceinline__ void take_last_product() {
-    if constexpr (kPromote && kPromotedTiles > 1) {
+    if constexpr (kPromotedTiles > 1) {
       add_part();
     } else {
       take_product(0);
     }
   }
 
-  // The reference of the rows moved: everything up to and with the product before goes by `moved`. Eagerly before the
-  // sums of that product are taken in, lazily after it has ended.
+  // The reference of the rows moved: everything up to and with the product before goes by `moved`. Eagerly that waits for
+  // the next sums; lazily it is rare, and done at once.
   __device__ __forceinline__ void correct(const float (&moved)[2]) {
-    if constexpr (kPromote && !kLazy) {
+    if constexpr (!kLazy) {
       correction[0] = moved[0];
       correction[1] = moved[1];
     } else {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
         output[i] *= moved[i / 2 % 2];
-        if constexpr (kPromote) part[i] *= moved[i / 2 % 2];
+        part[i] *= moved[i / 2 % 2];
       }
     }
   }

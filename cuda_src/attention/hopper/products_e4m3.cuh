@@ -16,7 +16,7 @@ namespace cki::attention {
 
 constexpr int kE4m3StepKeys = 32;  // contracted keys of one wgmma
 
-// Starts output (+)= P V. ValueTile: a row a column of V and of the ones beside it; a product has 256 at most.
+// Starts output (+)= P V. ValueTile: a row a column of V and of the ones beside it.
 template <class ValueTile, int kCount, int kSteps>
 __device__ __forceinline__ void multiply_e4m3_values(float (&output)[kCount], const u32 (&weights)[kSteps][4],
                                                      u64 values, bool accumulate) {
@@ -24,17 +24,8 @@ __device__ __forceinline__ void multiply_e4m3_values(float (&output)[kCount], co
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int at = step / kSlabSteps * ValueTile::kSlabBytes + step % kSlabSteps * kE4m3StepKeys;
-    const bool adds = accumulate || step != 0;
-    if constexpr (ValueTile::kRows <= 256) {
-      ptx::wgmma<ValueTile::kRows, e4m3>(output, weights[step], wgmma_descriptor_advance(values, at), adds);
-    } else {
-      constexpr int kOnes = ValueTile::kRows - ValueTile::kColumns;
-      auto& columns = reinterpret_cast<float(&)[ValueTile::kColumns / 2]>(output);
-      auto& sums = reinterpret_cast<float(&)[kOnes / 2]>(output[ValueTile::kColumns / 2]);
-      ptx::wgmma<ValueTile::kColumns, e4m3>(columns, weights[step], wgmma_descriptor_advance(values, at), adds);
-      ptx::wgmma<kOnes, e4m3>(sums, weights[step],
-                              wgmma_descriptor_advance(values, at + ValueTile::kColumns * ValueTile::kSpan), adds);
-    }
+    ptx::wgmma<ValueTile::kRows, e4m3>(output, weights[step], wgmma_descriptor_advance(values, at),
+                                       accumulate || step != 0);
   }
 }
 
