@@ -105,7 +105,9 @@ class TorchAdapter(Adapter):
                 return None
         except (AttributeError, TypeError, RuntimeError, SystemError):
             return None
-        return Likeness(check, _is_grad_enabled if any(t.requires_grad for t in examples) else None)
+        # Asked about a nested tensor, which has no strides, it ends the process.
+        unless = _is_grad_enabled if any(t.requires_grad for t in examples) else None
+        return Likeness(check, unless, "not {t}.is_nested")
 
     def check(self, tensor: torch.Tensor, name: str = "tensor", output: bool = False) -> list[str]:
         if tensor.is_nested:

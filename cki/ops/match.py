@@ -35,10 +35,12 @@ class Likeness(NamedTuple):
 
     check: takes as many tensors as there were examples; True means that the conditions of all their guards hold,
     False may mean anything.  unless: where this returns True, the answer is not to be trusted.
+    askable: an expression over one tensor `{t}`, True where `check` may be asked about it at all.
     """
 
     check: Callable[..., bool]
     unless: Callable[[], bool] | None = None
+    askable: str = ""
 
 
 #: Tensors (None where one was left out) -> the addresses of those given, or None when one is not as planned.
@@ -77,7 +79,13 @@ class Recognition:
         if likeness is not None:
             names |= {"alike": likeness.check, "unless": likeness.unless}
             unless = [] if likeness.unless is None else ["not unless()"]
-            shortcut = [*left_out, *unless, f"alike({', '.join(f't{index}' for index in self.given)})"]
+            askable = [likeness.askable.format(t=f"t{index}") for index in self.given if likeness.askable]
+            shortcut = [
+                *left_out,
+                *unless,
+                *askable,
+                f"alike({', '.join(f't{index}' for index in self.given)})",
+            ]
             self._test = f"({' and '.join(shortcut)}) or ({self._test})"
         self.names = names
 

@@ -180,6 +180,19 @@ def test_nested_tensors_are_refused():
         cki.layer_norm(nested)
 
 
+def test_nested_tensors_are_refused_in_place_of_others_that_are_known():
+    x = torch.ones(4, 8)
+    nested = torch.nested.nested_tensor([x, x])
+    with cki.device("sim"):
+        for _ in range(3):
+            cki.layer_norm(x)
+        held = cki.hold(cki.layer_norm, x)
+        with pytest.raises(InvalidTypeError, match="x is a nested tensor"):
+            cki.layer_norm(nested)
+        with pytest.raises(cki.errors.InvalidArgumentError, match="x is not usable"):
+            held(nested)
+
+
 def test_tensors_inside_torch_func_transforms_are_refused():
     found = []
 
