@@ -36,8 +36,7 @@ class HopperTiles:
     blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them.  early_wait: a step waits for the next one's keys among its exponentials.  late_products: how many of those of
-    a tile of values are started after the turn has been passed."""
+    them."""
 
     consumers: int
     block_keys: int
@@ -47,8 +46,6 @@ class HopperTiles:
     blocks_per_sm: int = 1
     ahead: int | None = None
     before_values: int | None = None
-    early_wait: bool = False
-    late_products: int = 0
 
     @property
     def block_rows(self) -> int:
@@ -106,10 +103,6 @@ class HopperTiles:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:
             text += f", {self.before_values} before values"
-        if self.early_wait:
-            text += ", early wait"
-        if self.late_products:
-            text += f", {self.late_products} products late"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

@@ -192,7 +192,7 @@ def plan_hopper(
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
         kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
-        kBeforeValues=tiles.weights_before_values, kEarlyWait=tiles.early_wait, kLateProducts=tiles.late_products,
+        kBeforeValues=tiles.weights_before_values,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),

@@ -42,9 +42,6 @@ struct StageRing {
   // Consumers: the stage's data has arrived.
   __device__ __forceinline__ void wait_full() const { ptx::mbarrier_wait_parity(full + stage, phase); }
 
-  // Whether it has arrived, without a wait that lasts.
-  __device__ __forceinline__ bool is_full() const { return ptx::mbarrier_try_wait_parity(full + stage, phase); }
-
   // Consumers: this warp is done with the stage; on to the next. All its lanes must have finished their reads.
   __device__ __forceinline__ void release() {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty + stage);

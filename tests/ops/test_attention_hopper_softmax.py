@@ -14,7 +14,6 @@ from tests.ops.test_attention_hopper import check, hopper
 from tests.orders import every_check, orders
 
 LAZY = HopperTiles(2, 32, schedule="dynamic")
-ALL = dataclasses.replace(LAZY, early_wait=True, late_products=1)
 
 
 def rising(tokens: int, dtype: Any, steps: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -32,13 +31,13 @@ def rising(tokens: int, dtype: Any, steps: int = 1) -> tuple[np.ndarray, np.ndar
 def test_sizes(device, queries, keys):
     q, k, v = qkv(F16, queries, keys)
     check(device, q, k, v, tiles=LAZY)
-    check(device, q, k, v, tiles=ALL, causal=True)
+    check(device, q, k, v, tiles=LAZY, causal=True)
 
 
 @pytest.mark.parametrize(("case", "consumers", "causal"), [(1, 2, True), (2, 3, False), (3, 1, True)])
 def test_every_check(device, case, consumers, causal):
     q, k, v = qkv(BF16, 64 * consumers + 10, 150, heads=3, dim=16)
-    tiles = dataclasses.replace(ALL, consumers=consumers)
+    tiles = dataclasses.replace(LAZY, consumers=consumers)
     for seed in orders(device, case):
         with every_check(device, seed):
             check(device, q, k, v, tiles=tiles, causal=causal)
@@ -74,9 +73,9 @@ def test_large_references(device):
 
 def test_rows_that_see_their_first_key_late(device):
     q, k, v = qkv(F16, 300, 70, dim=16)
-    out = check(device, q, k, v, tiles=ALL, causal=True)
+    out = check(device, q, k, v, tiles=LAZY, causal=True)
     assert not out[:, : 300 - 70].any()
-    check(device, q, k, v, tiles=ALL, window=(2, 1), causal_alignment="top_left")
+    check(device, q, k, v, tiles=LAZY, window=(2, 1), causal_alignment="top_left")
     mask = np.random.default_rng(0).random((1, 1, 300, 70)) < 0.02
     check(device, q, k, v, tiles=LAZY, mask=mask)
 
@@ -91,13 +90,13 @@ def test_rows_that_see_their_first_key_late(device):
 )  # fmt: skip
 def test_features(device, options):
     q, k, v = qkv(BF16, 100, 150, dim=16)
-    check(device, q, k, v, tiles=ALL, **options)
+    check(device, q, k, v, tiles=LAZY, **options)
 
 
 @pytest.mark.parametrize("ahead", [0, 4])
-def test_weights_ahead_and_early_waits_change_no_bit(device, ahead):
+def test_when_weights_are_computed_changes_no_bit(device, ahead):
     q, k, v = rising(150, BF16)
-    changed = dataclasses.replace(LAZY, ahead=ahead, early_wait=ahead == 0)
+    changed = dataclasses.replace(LAZY, ahead=ahead, before_values=4 + ahead)
     got = [
         device.numpy(hopper(*map(device.array, (q, k, v)), tiles=t, causal=True)[0]) for t in (LAZY, changed)
     ]

@@ -235,15 +235,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         scores, queries_at, wgmma_descriptor_advance(keys_at, key_ring.stage * KeyTile::kBytes));
     ptx::wgmma_commit_group();
   };
-  // between: what happens before the last kLateProducts.
-  const auto start_values = [&](Rows& rows, auto between) {
+  const auto start_values = [&](Rows& rows) {
     const u64 values = wgmma_descriptor_advance(values_at, value_ring.stage * ValueTile::kBytes);
     const auto start = [&](auto steps) {
-      constexpr int kSteps = decltype(steps)::kValue, kEarly = kSteps > kLateProducts ? kSteps - kLateProducts : 0;
       ptx::wgmma_fence();
-      multiply_values<Element, ValueTile, kValueDim, 0, kEarly>(rows.output, rows.weights, values);
-      between();
-      multiply_values<Element, ValueTile, kValueDim, kEarly, kSteps>(rows.output, rows.weights, values);
+      multiply_values<Element, ValueTile, kValueDim, decltype(steps)::kValue>(rows.output, rows.weights, values);
       ptx::wgmma_commit_group();  // fence and end in each branch: else ptxas puts more of both
     };
     if (kHasNarrow && rows.is_narrow) {
@@ -288,13 +284,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   const auto step = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Band& band, auto band_test, int tile,
                         bool is_last) {
     constexpr bool kBandTest = decltype(band_test)::kValue;
-    if constexpr (!kEarlyWait) key_ring.wait_full();
+    key_ring.wait_full();
     turns.take();
     ptx::wgmma_fence();
     start_keys(scores);
     value_ring.wait_full();
-    start_values(rows, [&] { turns.pass(); });
+    start_values(rows);
     rows.is_narrow = false;
+    turns.pass();
     const DroppedWeights<kBlockKeys> dropped(dropout, tile, rows.query);
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
@@ -307,16 +304,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       ptx::wgmma_fence_registers(rows.output);
       scale_rows(rows.output, correction);
     });
-    // The next keys are asked for here, where nothing waits for the answer; it is looked at some exponentials later.
-    const bool goes_on = kEarlyWait ? !is_last && key_ring.is_full() : !is_last;
     softmax.template take<kAhead, kBeforeValues>();
-    if (!goes_on) {  // the branch
-      if (is_last) {
-        query_ring.release_own();  // after the last scores the queries of the next tile may come
-      } else {
-        key_ring.wait_full();
-      }
-    }
+    if (is_last) query_ring.release_own();  // the branch: after the last scores the queries of the next tile may come
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence_registers(rows.output);
     value_ring.release();
@@ -373,7 +362,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       if (j == own.begin_tile) query_ring.release_own();
       --j;
-      if (kEarlyWait && j >= own.begin_tile) key_ring.wait_full();
       if constexpr (kTestAll) {
         for (; j >= own.begin_tile; --j) step(scores, rows, band, Constant<true>{}, j, j == own.begin_tile);
       } else {
@@ -440,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     if (!part.ends_with_block()) {
       if (!own.is_empty()) {
         value_ring.wait_full();
-        start_values(rows, [] {});
+        start_values(rows);
         finish_softmax();
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_fence_registers(rows.output);
@@ -453,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       look_ahead();
     } else {
       value_ring.wait_full();
-      start_values(rows, [] {});
+      start_values(rows);
       look_ahead();  // beside the product, and so is the end of the softmax
       finish_softmax();
       ptx::wgmma_wait_group<0>();

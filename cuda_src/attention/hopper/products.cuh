@@ -28,13 +28,13 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kCount], u64 queri
   }
 }
 
-// Starts output += P V over keys [16 kBegin, 16 kEnd) of the tile. The width of V is a multiple of the columns of its slabs.
-template <class Element, class ValueTile, int kValueDim, int kBegin, int kEnd, int kCount, int kSteps>
+// Starts output += P V over the first 16 kUsed keys of the tile. The width of V is a multiple of the columns of its slabs.
+template <class Element, class ValueTile, int kValueDim, int kUsed, int kCount, int kSteps>
 __device__ __forceinline__ void multiply_values(float (&output)[kCount], const u32 (&weights)[kSteps][4], u64 values) {
   static_assert(kSteps * kStepColumns == ValueTile::kRows, "a step is 16 keys");
   static_assert(kValueDim == ValueTile::kSlabs * ValueTile::kSlabColumns, "whole slabs");
 #pragma unroll
-  for (int step = kBegin; step < kEnd; ++step) {
+  for (int step = 0; step < kUsed; ++step) {
     ptx::wgmma<kValueDim, Element, Major::mn>(
         output, weights[step], wgmma_descriptor_advance(values, step * kStepColumns * ValueTile::kSpan), true);
   }
