@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, help="seconds after which no other row is begun")
     parser.add_argument("--compile-only", action="store_true", help="compile the kernels of all rows and end")
     parser.add_argument(
-        "--variants", nargs="+", choices=list(engine_models.VARIANTS), default=["plain"],
+        "--variants", nargs="+", choices=list(engine_models.VARIANTS), default=["default"],
         help="fused: norms and gates inside products of few rows; merged: attention's merge inside its launch, too; "
         "fp8: e4m3 weights; fp8_kv: and an e4m3 cache",
     )  # fmt: skip

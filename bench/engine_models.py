@@ -37,7 +37,7 @@ SMOLLM2_135M = {
 SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 #: Options of `DecoderPlanner` by name.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {}, "fused": {"fused": True}, "merged": {"fused": True, "merge_inside": True},
+    "default": {}, "plain": {"fused": False}, "fused": {"fused": True}, "merged": {"fused": True, "merge_inside": True},
     "fp8": {"fused": True, "fp8": True}, "fp8_kv": {"fused": True, "fp8": True, "kv_codes": True},
 }  # fmt: skip
 #: Standard deviation of random codes.

@@ -159,7 +159,11 @@ def _config(values: Mapping[str, Any], generation: Mapping[str, Any], source: st
 
 def with_ends(config: ModelConfig, ends: Any) -> ModelConfig:
     """The configuration with more tokens that end a text: an id, a list of them, or None."""
-    listed = ends if isinstance(ends, list) else [ends]
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(isinstance(end, int) and not isinstance(end, bool) for end in listed):
+        raise InvalidArgumentError(
+            f"generation_config.json's eos_token_id is {ends!r}", hint="an integer or a list of integers"
+        )
     more = [end for end in listed if isinstance(end, int) and 0 <= end < config.vocab_size]
     return replace(config, eos_ids=tuple(dict.fromkeys([*config.eos_ids, *more])))
 

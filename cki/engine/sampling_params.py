@@ -82,6 +82,10 @@ class SamplingParams:
             for theirs, ours in _RECOMMENDED.items()
             if generation.get(theirs) is not None
         }
+        if generation.get("do_sample") not in (None, True, False):
+            raise InvalidArgumentError(
+                f"generation_config.json's do_sample is {generation['do_sample']!r}", hint="true or false"
+            )
         if generation.get("do_sample") is False:
             values["temperature"] = 0.0
         elif generation.get("do_sample"):

@@ -80,8 +80,8 @@ class DecoderPlanner:
 
     dtype: of weights, activations, cache and logits.  positions: of the table of cosines and sines.  seen_rows:
     sequences whose tokens are remembered for the repetition penalty.  fused: decode steps of few sequences take norms
-    and gates into their products (`cki.ops.linear_decode`), where those can.  merge_inside: their attention merges in
-    its own launch.  fp8: layers' matrices are e4m3 codes with scales.
+    and gates into their products (`cki.ops.linear_decode`), where those can; None: small ones.  merge_inside: their
+    attention merges in its own launch.  fp8: layers' matrices are e4m3 codes with scales.
     kv_codes: the cache is of e4m3 with a scale a token and head; prefills read copies of 16 bits of what they need.
     """
 
@@ -90,7 +90,7 @@ class DecoderPlanner:
     cache: CacheGeometry
     positions: int
     seen_rows: int
-    fused: bool = False
+    fused: bool | None = None
     merge_inside: bool = False
     fp8: bool = False
     kv_codes: bool = False
@@ -145,7 +145,7 @@ class DecoderPlanner:
         steps = self._advance(shape, buffer) if shape.decode else ()
         steps += plan_embed_tokens(buffer["tokens"], weight["embed"], buffer["x"], device)
         stream = Stream(buffer["x"], buffer.get("delta"))
-        products = Products(device, fused=self.fused and shape.decode)
+        products = Products(device, fused=self.fused if shape.decode else False)
         workspace: dict[str, int] = {}
         # Layers differ in their tensors, in whether they see a window, and in what the layer before has left to add:
         # each kind is planned once.

@@ -303,6 +303,18 @@ def test_recommended_params(stated, expected):
     assert SamplingParams.recommended(stated) == expected
 
 
+def test_a_generation_config_of_wrong_types_is_refused(tmp_path):
+    values = hf_config(num_attention_heads=6, head_dim=16)
+    folder = write_folder(tmp_path, values, random_weights(ModelConfig.from_hf(values)))
+    for stated, match in (
+        ({"eos_token_id": [2, "x"]}, "eos_token_id is"),
+        ({"do_sample": "x"}, "do_sample is 'x'"),
+    ):
+        (folder / "generation_config.json").write_text(json.dumps(stated))
+        with pytest.raises(InvalidArgumentError, match=match):
+            LLM(folder, device="sim")
+
+
 def test_the_report_names_what_runs(llm):
     report = llm.backend_report()
     assert "llama: 2 layers of f32 on simulated device" in report
