@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 import cki
 from cki import dtypes
@@ -44,6 +45,33 @@ _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_grad_enabled = torch.is_grad_enabled
 
 
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation follows a tensor."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _version_counter() -> Callable[[Sequence[torch.Tensor]], object]:
+    """What counts a write of each tensor, by which a backward pass that needs what was there is refused."""
+    count = getattr(torch._C, "_increment_version", None)  # half the time of the public function
+    probe = torch.empty(1)
+    try:
+        if count is not None:
+            count((probe,))
+            if probe._version == 1:
+                return count  # type: ignore[no-any-return]
+    except (TypeError, RuntimeError):
+        pass
+
+    def mark(tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+    return mark
+
+
+mark_written = _version_counter()
+
+
 class TorchAdapter(Adapter):
     """Strided tensors of every dtype that has kernels; `torch.nn.Parameter` under no_grad or inference mode."""
 
@@ -59,7 +87,7 @@ class TorchAdapter(Adapter):
                 tensor.get_device(),
                 # A null address is an empty tensor's, or that of a tensor without memory (meta, functorch).
                 ALIGNMENT[pointer & 15] if pointer else -tensor.numel(),
-                (tensor.requires_grad and _is_grad_enabled()) or tensor.is_neg(),
+                (tensor.requires_grad and _is_grad_enabled()) or tensor.is_neg() or has_tangent(tensor),
             )
         except RuntimeError:  # sparse and other layouts without an address
             return 0, (tensor.layout, tensor.dtype, tensor.get_device())
@@ -82,11 +110,13 @@ class TorchAdapter(Adapter):
             ]
         constants = {
             "shape": tensor.shape, "dtype": tensor.dtype, "device": tensor.get_device(), "strides": tensor.stride(),
-            "cls": type(tensor), "records": _is_grad_enabled,
+            "cls": type(tensor), "records": _is_grad_enabled, "forward": forward_ad,
         }  # fmt: skip
         # Sparse tensors and those of torch.func have no address and raise RuntimeError.
         errors = (AttributeError, RuntimeError)
-        return Guard("{t}.data_ptr()", tuple(conditions), constants, errors)
+        # Inside a level of forward-mode differentiation the key tells which tensors carry a tangent.
+        everywhere = "" if trusted else "{forward}._current_level < 0"
+        return Guard("{t}.data_ptr()", tuple(conditions), constants, errors, everywhere)
 
     def likeness(self, examples: Sequence[torch.Tensor]) -> Likeness | None:
         # One call into torch for all tensors: class, dispatch keys (which tell layouts, lazy views and wrappers),
@@ -120,6 +150,11 @@ class TorchAdapter(Adapter):
                 f"{name} requires grad and gradients are being recorded, which CKI cannot do; call under "
                 f"torch.no_grad() or torch.inference_mode(), pass {name}.detach(), or call the function of "
                 "cki.adapters.torch with recompute_gradient=True"
+            )
+        if has_tangent(tensor):
+            problems.append(
+                f"{name} carries a tangent of forward-mode differentiation, which CKI cannot propagate; "
+                f"torch.autograd.forward_ad.unpack_dual({name}).primal carries none"
             )
         if tensor.dtype not in _FROM_TORCH:
             problems.append(
@@ -188,6 +223,9 @@ class TorchAdapter(Adapter):
 
     def address(self) -> Expression:
         return Expression("{t}.data_ptr()", {})
+
+    def written_marker(self) -> Callable[[Sequence[Any]], object] | None:
+        return mark_written
 
     def stream(self, device_index: int) -> int:
         return self.stream_reader(device_index)()

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cki import own_operation
 from cki.adapter import adapter_of
-from cki.adapters.torch import _FROM_TORCH, _TO_TORCH, TracedAdapter
+from cki.adapters.torch import _FROM_TORCH, _TO_TORCH, TracedAdapter, has_tangent
 from cki.errors import InvalidTypeError, UnsupportedError
 from cki.operand import Operand
 from cki.ops.bind import attribute_values
@@ -138,6 +139,12 @@ def _refuse_gradients(spec: OpSpec, operator: Callable[..., Any]) -> Callable[..
                         for name in names
                     ],
                     f"call under torch.no_grad() or torch.inference_mode(), or pass {names[0]}.detach()",
+                )
+        tangents = forward_ad._current_level >= 0
+        for item, tensor in zip(spec.inputs, _arguments(spec, args, kwargs)[0] if tangents else ()):
+            if tensor is not None and has_tangent(tensor):
+                raise InvalidTypeError(
+                    f"{spec.name}: unusable tensors", adapter_of(tensor).check(tensor, item.name)
                 )
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args, **kwargs)

@@ -105,6 +105,10 @@ class Adapter(ABC):
         """`pointer` of the output `{t}`."""
         return Expression("{pointer}({t})", {"pointer": self.pointer})
 
+    def written_marker(self) -> Callable[[Sequence[Any]], object] | None:
+        """What tells the framework that the caller's tensors were written, if it wants to know (autograd does)."""
+        return None
+
     @abstractmethod
     def stream(self, device_index: int) -> int:
         """Handle of the caller's current stream on a GPU (0: the legacy default stream; also 0 on the CPU)."""

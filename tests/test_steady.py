@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cki
-from cki.errors import CkiError, InvalidArgumentError
+from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError
 from cki.ops import call as call_module
 from cki.ops.table import public_specs
 from tests.adapters.examples import EXAMPLES
@@ -226,3 +226,56 @@ def test_a_problem_that_never_comes_again_gets_no_function(searched):
         assert torch.equal(call_module.call(spec, (x, None), (2.0, 0.0, 1), (None,)), 2 * x)
         assert len(spec.recent._known) == (number > 0)
     assert len(searched) == 2
+
+
+def test_tensors_with_a_tangent_are_refused():
+    """Forward-mode differentiation: the result would carry none, and nothing would say so."""
+    from torch.autograd import forward_ad
+
+    import cki.adapters.torch_ops
+
+    x, out = torch.randn(3, 56), torch.zeros(3, 56)
+    for _ in range(3):
+        expected = cki.rms_norm(x)
+    with forward_ad.dual_level():
+        for _ in range(3):
+            assert torch.equal(cki.rms_norm(x), expected)
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            for given in ((dual, None), (x, dual)):
+                with pytest.raises(InvalidTypeError, match="tangent of forward-mode differentiation"):
+                    cki.rms_norm(given[0], residual=given[1])
+            with pytest.raises(InvalidTypeError, match="out carries a tangent"):
+                cki.rms_norm(x, out=forward_ad.make_dual(out, out))
+            assert torch.equal(cki.rms_norm(forward_ad.unpack_dual(dual).primal), expected)
+        with pytest.raises(InvalidTypeError, match="x carries a tangent"):
+            torch.ops.cki.rms_norm(dual)
+    assert not out.any()
+
+
+def test_written_tensors_count_their_writes():
+    """As after torch's own out=, a backward pass that needs what was there says so."""
+    x = torch.randn(3, 56)
+    held = cki.hold(cki.rms_norm, x, out=torch.empty_like(x))
+    calls = [lambda out: cki.rms_norm(x, out=out)] * 3 + [lambda out: held(x, out=out)] * 2
+    calls += [lambda out: held(x, out=out, stream=0), lambda out: cki.rms_norm(x, out=out, stream=0)]
+    for call in calls:
+        leaf = torch.randn(3, 56, requires_grad=True)
+        inner = leaf * 1
+        loss = (inner * inner).sum()
+        before = inner._version, x._version
+        with torch.no_grad():
+            call(inner)
+        assert (inner._version, x._version) == (before[0] + 1, before[1])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with torch.inference_mode():
+            call(torch.empty(3, 56))
+
+
+def test_caches_count_their_writes():
+    k, slots = torch.randn(2, 1, 8), torch.tensor([3, 5])
+    caches = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
+    for number in range(1, 4):
+        cki.append_kv(k, k, caches, slots)
+        assert [cache._version for cache in caches] == [number, number]
+    assert k._version == 0

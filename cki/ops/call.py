@@ -81,7 +81,10 @@ def call(
             return result
     if entry.overlaps:
         entry.check_overlap(pointers)
-    return entry.run(pointers, tensors, outs, stream)
+    result = entry.run(pointers, tensors, outs, stream)
+    if entry.written and adapter.direct:
+        entry.mark_written([tensor for tensor in tensors if tensor is not None])
+    return result
 
 
 def _traced(

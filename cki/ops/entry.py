@@ -27,13 +27,14 @@ class Entry:
     new_outputs: shape and element type of each output that is allocated.
     order: where each result comes from: (True, position among the caller's outs) or (False, n-th new output).
     overlaps: pairs of tensors whose memory must not overlap.
+    written: places of the tensors that are written, among those given.
     steady: its function of `cki.ops.steady`, once there is one.  is_settled: whether it was decided if there can be.
     """
 
     __slots__ = (
-        "_captured_workspaces", "_keeps_captured_workspaces", "_read_stream", "adapter", "current_stream", "device_id",
-        "executable", "is_settled", "new_outputs", "order", "overlaps", "spec", "steady", "was_called",
-        "workspace_nbytes", "workspace_offsets",
+        "_captured_workspaces", "_keeps_captured_workspaces", "_mark_written", "_read_stream", "adapter",
+        "current_stream", "device_id", "executable", "is_settled", "new_outputs", "order", "overlaps", "spec", "steady",
+        "was_called", "workspace_nbytes", "workspace_offsets", "written",
     )  # fmt: skip
 
     def __init__(self, spec: OpSpec, adapter: Adapter, bound: Bound, given: Sequence[str]) -> None:
@@ -62,6 +63,13 @@ class Entry:
                 names.append(name)
                 sizes.append(math.prod(output.shape) * output.dtype.itemsize)
         self.order, self.new_outputs = tuple(order), tuple(new)
+        inputs = {item.name: item for item in spec.inputs}
+        self._mark_written = adapter.written_marker()
+        self.written = tuple(
+            place
+            for place, name in enumerate(given)
+            if name not in inputs or inputs[name].is_written(bound.views[name].ndim)
+        )
         self.workspace_offsets: tuple[int, ...] = ()
         self.workspace_nbytes = 0
         self.executable: Executable | None = None
@@ -103,6 +111,11 @@ class Entry:
         """Whether a call outside captures is allocations and a launch, nothing else."""
         keeps = self.has_workspace and self._keeps_captured_workspaces
         return self.adapter.direct and self.executable is not None and not keeps
+
+    def mark_written(self, tensors: Sequence[Any]) -> None:
+        """Tell the framework which of a call's tensors were written.  tensors: those given, in order."""
+        if self._mark_written is not None and self.written and self.executable is not None:
+            self._mark_written(tuple(tensors[place] for place in self.written))
 
     def check_overlap(self, pointers: list[int]) -> None:
         """Raise InvalidArgumentError when an output lies over another tensor of the call."""

@@ -22,12 +22,14 @@ class Guard(NamedTuple):
 
     pointer: an expression of its address.  conditions: expressions that hold for what may stand in its place.  In both,
     `{t}` is the tensor and `{name}` a constant.  errors: what evaluating them on some other object may raise.
+    everywhere: a condition on the framework's state, tested once for all of its tensors.
     """
 
     pointer: str
     conditions: tuple[str, ...]
     constants: Mapping[str, object]
     errors: tuple[type[Exception], ...] = (AttributeError,)
+    everywhere: str = ""
 
 
 class Likeness(NamedTuple):
@@ -65,6 +67,7 @@ class Recognition:
         conditions = [*left_out]
         # ValueError: another number of tensors.
         errors: set[type[Exception]] = {ValueError}
+        everywhere = ""
         for index, guard in enumerate(guards):
             if guard is None:
                 continue
@@ -74,6 +77,7 @@ class Recognition:
             self._reads.append(f"p{index} = " + guard.pointer.format(**fields))
             conditions += [condition.format(**fields) for condition in guard.conditions]
             errors |= {*guard.errors}
+            everywhere = guard.everywhere.format(**fields) or everywhere
         names["errors"] = tuple(sorted(errors, key=str))
         self._test = " and ".join(conditions) or "True"
         if likeness is not None:
@@ -87,6 +91,8 @@ class Recognition:
                 f"alike({', '.join(f't{index}' for index in self.given)})",
             ]
             self._test = f"({' and '.join(shortcut)}) or ({self._test})"
+        if everywhere:
+            self._test = f"{everywhere} and ({self._test})"
         self.names = names
 
     def lines(self, unpacked: Sequence[str] = ()) -> list[str]:

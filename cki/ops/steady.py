@@ -46,7 +46,8 @@ def steady_call(
     unpacked = [f"({_listed(tensors[:num_inputs])}) = inputs", f"({_listed(tensors[num_inputs:])}) = outs"]
     body += [*recognition.lines(unpacked), "if not known: return None"]
     body += _overlap_tests(entry, recognition.pointers, names)
-    run = f"return run([{', '.join(recognition.pointers)}], (t0,), outs, None)"
+    run = f"result = run([{', '.join(recognition.pointers)}], (t0,), outs, None); "
+    run += f"{_marking(entry, recognition, names)}return result"
     names["run"] = entry.run
     if not entry.is_direct:
         body.append(run)
@@ -133,6 +134,15 @@ def _overlap_tests(entry: Entry, pointers: Sequence[str], names: dict[str, Any])
     ]
 
 
+def _marking(entry: Entry, recognition: Recognition, names: dict[str, Any]) -> str:
+    """The statement that tells the framework of the tensors that were written, or nothing."""
+    marker = entry.adapter.written_marker()
+    if marker is None or not entry.written or entry.executable is None:
+        return ""
+    names["mark_written"] = marker
+    return f"mark_written(({_listed(f't{recognition.given[place]}' for place in entry.written)})); "
+
+
 def _launch(
     entry: Entry,
     recognition: Recognition,
@@ -165,6 +175,7 @@ def _launch(
             pointers.append(f"w{index}")
     results = [outs[index] if is_given else f"o{index}" for is_given, index in entry.order]
     finish = f"return {results[0]}" if len(results) == 1 else f"return ({_listed(results)})"
+    finish = _marking(entry, recognition, names) + finish
     names["capture"] = capture_state
     body.append(f"stream = {stream.inline(names, 'stream')}")
     return body + entry.executable.statements(names, pointers, finish, repeated)
