@@ -111,7 +111,9 @@ class Kernel:
         if not (grid.__class__ is block.__class__ is smem.__class__ is cluster.__class__ is int):
             grid, block, cluster = _triple("grid", grid), _triple("block", block), _triple("cluster", cluster)
             smem = _shared_bytes(smem)
-        geometry = grid, block, smem, cluster, bool(cooperative)
+        if cooperative.__class__ is not bool:
+            raise InvalidTypeError(f"cooperative is {cooperative!r}, not a bool")
+        geometry = grid, block, smem, cluster, cooperative
         handle = None if stream is None else stream_handle(stream)
         choice = _current.get()
         finish = None

@@ -69,6 +69,15 @@ def test_compile_out_serves_a_machine_without_a_compiler(
     assert cache.statistics().from_cubin_dir == 1
 
 
+def test_compile_looks_at_its_directory_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cki.cli.compile_kernels.compile_all", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(SystemExit):
+        __main__.main(["compile", "--arch", "sm_80", "--out", "/dev/null/kernels"])
+    assert "--out /dev/null/kernels: Not a directory" in capsys.readouterr().err
+
+
 def test_compile_fails_for_a_kernel_that_does_not_compile(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

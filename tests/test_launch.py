@@ -210,6 +210,12 @@ def test_programmatic_launches_keep_their_order(device: DeviceUnderTest) -> None
     np.testing.assert_array_equal(device.numpy(tensors[1]), 7.0)
 
 
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_cooperative_is_true_or_false(wrong: object) -> None:
+    with cki.device("sim"), pytest.raises(InvalidTypeError, match="cooperative is "):
+        cki.load(FORMS, entry="cluster_ranks")(4, 32, None, None, cooperative=wrong)
+
+
 def test_cooperative_launch(device: DeviceUnderTest) -> None:
     rank, count = device.array(np.zeros(4, np.int32)), device.array(np.zeros(4, np.int32))
     needs_hopper(device)

@@ -10,6 +10,7 @@ import pytest
 
 import cki
 from cki.adapter import adapter_of
+from cki.errors import InvalidArgumentError
 from cki.ops import call as call_module
 from cki.ops.match import Guard, matcher
 from cki.ops.norm import RMS_NORM
@@ -162,6 +163,13 @@ def test_a_held_plan_says_what_differs():
             held(torch.randn(3, 8))
         with pytest.raises(ValueError, match=r"with strides \(1, 4\), planned for"):
             held(torch.randn(8, 4).t())
+        with pytest.raises(InvalidArgumentError, match="stream is 0: a plan is held for any"):
+            cki.hold(cki.rms_norm, torch.randn(4, 8), stream=0)
+        x = np.ones((4, 8), np.float32)
+        held, out = cki.hold(cki.rms_norm, x, out=x.copy()), x.copy()
+        out.flags.writeable = False
+        with pytest.raises(InvalidArgumentError, match=r"out is f32\[4, 8\] on cpu, read-only, planned for"):
+            held(x, out=out)
 
 
 def test_numpy_calls_go_by_key():

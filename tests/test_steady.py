@@ -256,7 +256,10 @@ def test_written_tensors_count_their_writes():
     """As after torch's own out=, a backward pass that needs what was there says so."""
     x = torch.randn(3, 56)
     held = cki.hold(cki.rms_norm, x, out=torch.empty_like(x))
+    odd = torch.randn(169)[1:].view(3, 56)  # found by its key
+    held_odd = cki.hold(cki.rms_norm, odd, out=torch.empty_like(x))
     calls = [lambda out: cki.rms_norm(x, out=out)] * 3 + [lambda out: held(x, out=out)] * 2
+    calls += [lambda out: cki.rms_norm(odd, out=out), lambda out: held_odd(odd, out=out)]
     calls += [lambda out: held(x, out=out, stream=0), lambda out: cki.rms_norm(x, out=out, stream=0)]
     for call in calls:
         leaf = torch.randn(3, 56, requires_grad=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from cki import background, cache, registry
 from cki.compiler import CompileReport
@@ -38,6 +40,13 @@ def main(argv: Sequence[str]) -> int:
         help="repeat for several; default: all",
     )
     options = parser.parse_args(argv)
+    if options.out:
+        try:  # now, and not after minutes of compiling
+            Path(options.out).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=options.out):
+                pass
+        except OSError as error:
+            parser.error(f"--out {options.out}: {error.strerror or error}")
     archs = options.arch or background.architectures() or list(ARCHITECTURES)
     failures = 0
     for arch in archs:

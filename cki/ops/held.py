@@ -70,6 +70,7 @@ class HeldPlan:
             raise self._refusal(tensors)
         results = tuple(None if place is None else outs[place] for place in self._outputs)
         returned = entry.run(pointers, inputs, results, stream)
+        entry.mark_written(tensors)
         return None if type(returned) is tuple and not returned else returned
 
     def _by_signature(self, tensors: Sequence[Any]) -> list[int] | None:
@@ -104,6 +105,8 @@ class HeldPlan:
 def described(view: TensorView) -> str:
     """A tensor in words: f32[4, 8] on cuda:0, strides where they are not row-major, alignment where it is under 16."""
     text = f"{view.dtype}{list(view.shape)} on {view.device}"
+    if view.readonly:
+        text += ", read-only"
     if not view.is_contiguous():
         text += f" with strides {view.strides}"
     if view.ptr & 15:
@@ -140,6 +143,11 @@ def hold(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..
     if not callable(function) or not _takes_stream(function):
         raise InvalidTypeError(
             f"{function!r} is no operation of CKI: it takes no stream=", hint="cki.layer_norm and the like"
+        )
+    if kwargs.get("stream") is not None:
+        raise InvalidArgumentError(
+            f"stream is {kwargs['stream']!r}: a plan is held for any",
+            hint="stream= in the calls of what hold returns",
         )
     try:
         function(*args, **{**kwargs, "stream": PlanRequest()})
