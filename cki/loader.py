@@ -368,7 +368,13 @@ def _as_file(path_or_text: str | Path) -> Path:
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.stat().st_uid != os.getuid():
         raise InvalidArgumentError(f"{directory} belongs to another user", hint="TMPDIR of your own")
-    path = directory / f"{hashlib.sha256(path_or_text.encode()).hexdigest()[:16]}.cu"
+    try:
+        content = path_or_text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"the source text is no Unicode: {error.reason} at {error.start}"
+        ) from None
+    path = directory / f"{hashlib.sha256(content).hexdigest()[:16]}.cu"
     if not path.is_file() or path.read_text(encoding="utf-8") != path_or_text:
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(path_or_text, encoding="utf-8")

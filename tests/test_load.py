@@ -89,6 +89,13 @@ def test_entry_is_found_behind_attributes_and_comments() -> None:
     assert parameters.count(",") == 2
 
 
+def test_text_that_is_no_unicode() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match="the source text is no Unicode: surrogates not allowed at 42"
+    ):
+        cki.load('extern "C" __global__ void k(float* x) {}\n\ud800')
+
+
 def test_entry_in_an_extern_block() -> None:
     assert find_entry('extern "C" {\n__global__ void a(int x) { if (x) {} }\n}\n', None, "k.cu")[0] == "a"
 
