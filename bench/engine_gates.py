@@ -40,7 +40,14 @@ def distance_from_torch(model: DecoderModel, sequences: Sequence[int]) -> tuple[
 
     exact = torch_step(model, sequences, tokens, torch.float32).double()
     names = {step.kernel.entry for step in model.plan(model.decode_shape(len(sequences))).steps}
-    plain = torch_step(model, sequences, tokens, found_type(model), w8a8="linear_fp8" in names).double()
+    plain = torch_step(
+        model,
+        sequences,
+        tokens,
+        found_type(model),
+        w8a8="linear_fp8" in names,
+        stores_codes=model.cache.dtype.name == "e4m3",
+    ).double()
 
     def distance(logits: Any) -> float:
         return float((logits - exact).pow(2).mean().sqrt() / exact.std())
@@ -56,12 +63,14 @@ def found_type(model: DecoderModel) -> Any:
 
 
 def torch_step(
-    model: DecoderModel, sequences: Sequence[int], tokens: np.ndarray, dtype: Any, *, w8a8: bool = False
-) -> Any:
+    model: DecoderModel, sequences: Sequence[int], tokens: np.ndarray, dtype: Any, *, w8a8: bool = False,
+    stores_codes: bool = False,
+) -> Any:  # fmt: skip
     """Logits [rows, vocabulary] after sequences of equal length whose last tokens are `tokens`, in torch.
 
     What lies before the last token is read from the cache.  For models without biases, windows and scaled RoPE.
-    w8a8: what the layers' matrices multiply goes through e4m3, by 128 neighbours.
+    w8a8: what the layers' matrices multiply goes through e4m3, by 128 neighbours.  stores_codes: the last token's keys
+    and values do, by heads of up to 128.
     """
     import torch
 
@@ -117,9 +126,12 @@ def torch_step(
         if c.qk_norm:
             q, k = norm(q, of_layer + "q_norm"), norm(k, of_layer + "k_norm")
         layer = cache.layer(number)
-        keys = torch.cat([cached(layer.k, layer.k_scale), rotated(k)[:, None]], 1)
+        q, k = rotated(q), rotated(k)
+        if stores_codes:
+            k, v = through_e4m3(k), through_e4m3(v)
+        keys = torch.cat([cached(layer.k, layer.k_scale), k[:, None]], 1)
         values = torch.cat([cached(layer.v, layer.v_scale), v[:, None]], 1)
-        grouped = rotated(q).view(rows, c.num_kv_heads, group, c.head_dim)
+        grouped = q.view(rows, c.num_kv_heads, group, c.head_dim)
         scores = torch.einsum("bhgd,blhd->bhgl", grouped, keys).float() * c.head_dim**-0.5
         attended = torch.einsum("bhgl,blhd->bhgd", scores.softmax(-1).to(dtype), values)
         x = x + product(attended.reshape(rows, -1), of_layer + "wo")

@@ -96,6 +96,9 @@ def make_model(
     **variant: bool,
 ) -> DecoderModel:  # fmt: skip
     """Random weights, and a cache of random keys and values that holds so many sequences of `context` tokens."""
+    import torch
+
+    torch.manual_seed(0)
     limits = ModelLimits(MAX_SEQUENCES, 2048, MAX_LENGTH)
     weights = DeviceWeights(config, fill_at_random, dtype, device, MAX_LENGTH, fp8=variant.pop("fp8", False))
     blocks = sequences * (-(-context // BLOCK_SIZE) + 1)
