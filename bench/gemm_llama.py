@@ -4,8 +4,8 @@
     python bench/gemm_llama.py --rows 1 16 --layout in_out
     python bench/gemm_llama.py --without a24                     # candidates whose names contain that
 
-No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of `skinny/linear.cu`, by its model;
-from 17 rows on small and larger blocks of Hopper's GEMM; each also with more of its weight asked
+No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of `skinny/linear.cu`, by its model,
+and blocks of Hopper's GEMM, small and larger ones; each also with more of its weight asked
 for ahead of the launch (`a12`, `a24`: stages).  Kernels are compiled first, several at a time.  Then one worker process
 compares every implementation with a float64 product on the GPU before it times all of a cell in turn, one graph replay
 each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that it was
@@ -70,6 +70,9 @@ def candidates(
         if copying is not None:
             early = dataclasses.replace(copying, programmatic=True)
             tiles += [copying, *(dataclasses.replace(early, ahead=ahead) for ahead in AHEAD)]
+    if rows <= 32:
+        few = [dataclasses.replace(tile, rows_x=max(16, rows)) for tile in SMALL_TILES]
+        tiles += [*few, *(dataclasses.replace(tile, ahead=AHEAD[0]) for tile in few)]
     if 16 < rows <= 64:
         own = (*SMALL_TILES, *LOW_TILES)
         tiles += [*own, *(dataclasses.replace(tile, ahead=ahead) for tile in own for ahead in AHEAD)]

@@ -50,6 +50,7 @@ class HopperTile:
     programmatic: the launch may begin while the one before it in the stream ends.
     consumers: 2, or 1 in a small block, of which an SM holds several.
     ahead: stages of the weight that are asked for in L2 while the launch before still runs; 0: the ring's.
+    rows_x: of x that are copied, where it has no more; 0: all of the tile's.
     fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
 
@@ -64,6 +65,7 @@ class HopperTile:
     consumers: int = 2
     fetches: bool = False
     ahead: int = 0
+    rows_x: int = 0
 
     @property
     def shares_columns(self) -> bool:
@@ -112,6 +114,7 @@ class HopperTile:
             f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
             "small" if self.consumers == 1 else "",
  "fetch" if self.fetches else "", f"a{self.ahead}" if self.ahead else "",
+            f"x{self.rows_x}" if self.rows_x else "",
             "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
         )  # fmt: skip
         return "".join(words)
@@ -141,9 +144,12 @@ CANDIDATES = (
 def norm_fits(tile: HopperTile, norm: str | None) -> bool:
     """Whether the kernel can normalise rows of x ("layer", "rms") or of the residual on the way, with this tile.
 
-    The blocks that normalise a row need all of its K.  For a layer norm of x, tiles of 256 columns leave no registers.
+    The blocks that normalise a row need all of its K, and two consumers.  For a layer norm of x, tiles of 256 columns
+    leave no registers.
     """
-    return norm is None or (tile.split == 1 and (norm != "layer" or tile.block_n <= 128))
+    if norm is None:
+        return True
+    return tile.split == 1 and tile.consumers > 1 and (norm != "layer" or tile.block_n <= 128)
 
 
 def tile_count(tile: HopperTile, rows: int, columns: int) -> int:

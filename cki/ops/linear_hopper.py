@@ -209,6 +209,10 @@ def plan_linear_hopper(
         )
     if tile.split > 1 and (tile.split > 2 or tile.ping_pong or tile.accumulators > 32):
         obstacles.append(f"tiles {tile}: two blocks share one tile, with at most 32 sums a thread")
+    if tile.rows_x and (
+        sum(batch.rows for batch in batches) > tile.rows_x or tile.rows_x % 8 or tile.rows_x > tile.block_m
+    ):
+        obstacles.append(f"tiles {tile}: rows in multiples of eight, and x has no more")
     if tile.consumers == 1 and (tile.ping_pong or tile.block_m > 64 or norm is not None or gates is not None):
         obstacles.append(f"tiles {tile}: small blocks have 64 rows, and no norms or gates")
     if gates is not None:
@@ -240,7 +244,7 @@ def plan_linear_hopper(
         pair_residual=residual is not None and pair_access(residual, residual_step, (residual_stride,)),
         norm=None if norm is None else norm.kind, statistics=statistics is not None, fetches=fetches,
     )  # fmt: skip
-    x_map = tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.block_m))
+    x_map = tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.rows_x or tile.block_m))
     if access.along_n:
         shares_rows = tile.block_n // 64 % tile.sharers != 0  # of K, where there are fewer slabs of columns
         box_depth = STAGE_DEPTH // tile.sharers if shares_rows else STAGE_DEPTH
@@ -301,7 +305,8 @@ def hopper_kernel(
         max_registers=LAUNCH_REGISTERS if tile.consumers == 2 else 65536 // (256 * tile.blocks_together),
         kConsumers=tile.consumers, kMinBlocks=tile.blocks_together,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
-        kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kStages=tile.stages,
+        kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kRowsX=tile.rows_x or tile.block_m,
+        kBlockN=tile.block_n, kStages=tile.stages,
         kStagesAhead=tile.ahead or tile.stages,
         kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated,
         kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,

@@ -32,7 +32,7 @@ def test_candidates(llama, rows, layout):
         assert found.pop("cki") is None
         few = [tile for tile in found.values() if isinstance(tile, SkinnyTile)]
         assert len(few) == (3 if rows <= 64 else 0)
-        assert len(found) - len(few) == (0 if rows <= 16 else 12 if rows <= 64 else 3)
+        assert len(found) - len(few) == {1: 4, 16: 4, 32: 16, 64: 12, 2048: 3}[rows]
 
 
 def row(implementation: str, us: float, ratio: float) -> dict[str, object]:

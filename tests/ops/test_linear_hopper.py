@@ -95,6 +95,20 @@ def test_columns_that_tma_cannot_store(device, tile):
         check(device, tile, x, w, bias, residual=residual, weight_layout="out_in")
 
 
+@pytest.mark.parametrize(
+    "tile",
+    [HopperTile(64, 64, 2, split=2, consumers=1, rows_x=16), HopperTile(64, 64, 2, True, rows_x=16)],
+    ids=str,
+)
+def test_fewer_rows_of_x_than_a_tile_has(device, tile):
+    """The others multiply what the ring holds."""
+    x, w = normal((13, 64 * 9 + 8), F16, 1), weight(64 * 9 + 8, 136, F16, "in_out")
+    with every_check(device, 1):
+        check(device, tile, x, w)
+    with pytest.raises(UnsupportedError, match="x has no more"):
+        check(device, tile, normal((17, 64), F16, 1), normal((64, 64), F16, 2))
+
+
 @pytest.mark.parametrize("tile", [FETCHING, HopperTile(64, 128, 2, fetches=True)], ids=str)
 def test_a_residual_by_tma(device, tile):
     """Tiles whose slabs end outside on both axes, several a block; also where the residual is the result."""

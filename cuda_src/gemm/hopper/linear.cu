@@ -27,11 +27,11 @@
 //          nothing is written, before griddepcontrol_wait.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
-// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kBlockN, kStages, kStagesAhead, kConsumers,
-//   kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
+// Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kRowsX, kBlockN, kStages, kStagesAhead,
+//   kConsumers, kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
 //   kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual
 //   (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
-// Boxes: x_map 64 x kBlockM; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map and residual_map
+// Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map and residual_map
 //   64 x 16, unused without kTmaStore and kTmaResidual.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh); then with kTmaResidual a barrier a warp, with kSpareWarps
 //   MomentsBoard::kBytes (row_norm.cuh).
@@ -229,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         const gemm::TileColumns from = weight_columns(tile);
         for (int k = 0; k < k_tiles; ++k) {
           ring.wait_empty();
-          gemm::load_stage<Layout, kWeightAlongN, kSharers, kBoxes>(smem + ring.stage * Layout::kStageBytes, &x_map,
-                                                                    &w_map, ring.full + ring.stage, row, from,
-                                                                    stage_depth(k), m_part);
+          gemm::load_stage<Layout, kRowsX, kWeightAlongN, kSharers, kBoxes>(
+              smem + ring.stage * Layout::kStageBytes, &x_map, &w_map, ring.full + ring.stage, row, from, stage_depth(k),
+              m_part);
           ring.advance();
         }
       }

@@ -66,12 +66,15 @@ __device__ __forceinline__ void for_each_weight_box(const TileColumns& columns, 
 
 // One thread: starts the copies of a stage, which complete on `full`. row, columns, k: where the tile begins.
 //
+// kRowsX: of x that are copied, the first of a tile; TMA takes long over boxes that lie mostly outside. Products of the
+// others are of what the stage held before, and are never stored.
+//
 // kSharers blocks of a cluster have tiles of the same columns: each copies one of kSharers parts of the weight, of rank
 // `rank`, into the shared memory of all, where it completes on their barriers too.
-template <class Layout, bool kWeightAlongN, int kSharers, int kBoxes>
+template <class Layout, int kRowsX, bool kWeightAlongN, int kSharers, int kBoxes>
 __device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap* x_map, const TensorMap* w_map,
                                            u64* full, int row, const TileColumns& columns, int k, int rank) {
-  ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
+  ptx::mbarrier_arrive_expect_tx(full, kRowsX * kSpan + Layout::kBytesW);
   ptx::tma_load_2d(stage, x_map, full, k, row);
   unsigned char* weight = stage + Layout::kBytesX;
   for_each_weight_box<Layout, kWeightAlongN, kSharers, kBoxes>(columns, k, rank, [&](int offset, int c0, int c1) {
