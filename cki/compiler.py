@@ -209,9 +209,11 @@ def ptx(text: str, name: str, arch: str, compile_options: tuple[str, ...]) -> st
 
 def _read(size_function: Any, read_function: Any, program: Any) -> bytes:
     size: int = _check(size_function(program), size_function.__name__)
-    buffer = b" " * size  # cuda.bindings writes into it
+    # cuda.bindings writes into it.  Two bytes at least: Python has every string of one byte once for the whole process,
+    # and an empty log, whose size is 1, would make each b" " in it a b"\0".
+    buffer = bytes(size + 1)
     _check((*read_function(program, buffer), None), read_function.__name__)
-    return buffer
+    return buffer[:size]
 
 
 def _explain(name: str, arch: str, messages: str, status: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,19 @@ def test_fork_waits_for_the_compiler_and_the_child_can_compile(tmp_path: Path) -
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("log", [b"\0", b"a\0", b"ptxas info\0"])
+def test_what_nvrtc_writes_into_is_no_string_that_python_shares(log: bytes) -> None:
+    """An empty log has one byte, and strings of one byte are shared by the whole process."""
+    before = bytes(range(256))
+
+    def size_of_log(program: object) -> tuple[int, int]:
+        return 0, len(log)
+
+    def read_log(program: object, buffer: bytes) -> tuple[int]:
+        ctypes.memmove(buffer, log, len(log))
+        return (0,)
+
+    assert compiler._read(size_of_log, read_log, None) == log
+    assert b"".join(bytes([value]) for value in range(256)) == before
