@@ -174,7 +174,7 @@ def _launch(
             body.append(f"w{index} = base + {offset}")
             pointers.append(f"w{index}")
     results = [outs[index] if is_given else f"o{index}" for is_given, index in entry.order]
-    finish = f"return {results[0]}" if len(results) == 1 else f"return ({_listed(results)})"
+    finish = f"return {results[0] if len(results) == 1 else f'({_listed(results)})' if results else None}"
     finish = _marking(entry, recognition, names) + finish
     names["capture"] = capture_state
     body.append(f"stream = {stream.inline(names, 'stream')}")

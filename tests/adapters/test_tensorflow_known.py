@@ -119,12 +119,11 @@ def test_gradients_of_recognised_calls_name_the_operation():
             tape.gradient(y, x)
 
 
-def test_another_device_is_not_taken_for_the_current_one(device, searched):
+def test_another_device_is_not_taken_for_the_current_one(device):
     x = tf.constant(X)
     cki.softmax(x)
     with cki.device("cuda" if device.kind == "sim" else "sim"), pytest.raises(cki.CkiError, match="x"):
         cki.softmax(x)
-    assert len(searched) == 2
 
 
 def test_threads_of_tensorflow_s_keep_python_s_state(monkeypatch):

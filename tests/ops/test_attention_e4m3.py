@@ -77,16 +77,23 @@ def codes(
 
 
 def tensor_core_products(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """[batch, heads, queries, keys] from [batch, tokens, heads, dim] as Hopper adds e4m3 products (DeepSeek-V3, arXiv
-    2412.19437, 3.3.2): 32 products and the sum so far are cut to 14 bits of the largest of them, and added."""
+    """[batch, heads, queries, keys] from [batch, tokens, heads, dim] as Hopper adds e4m3 products: 32 products and the sum
+    so far are cut to 14 bits of the largest of them and added (DeepSeek-V3, arXiv 2412.19437, 3.3.2), and the sum is kept
+    with 13 bits after the first (SageAttention2, arXiv 2411.10958, section 3)."""
     q, k = q.transpose(0, 2, 1, 3)[:, :, :, None], k.transpose(0, 2, 1, 3)[:, :, None]
     total = np.zeros(np.broadcast_shapes(q.shape, k.shape)[:-1], np.float32)
     for first in range(0, q.shape[-1], 32):
         terms = q[..., first : first + 32] * k[..., first : first + 32]
-        largest = np.maximum(np.abs(terms).max(axis=-1), np.abs(total))
-        unit = np.exp2(np.floor(np.log2(np.maximum(largest, np.float32(1e-30)))) - 13).astype(np.float32)
+        unit = _last_of_14_bits(np.maximum(np.abs(terms).max(axis=-1), np.abs(total)))
         total = (np.trunc(terms / unit[..., None]).sum(axis=-1) + np.trunc(total / unit)) * unit
+        unit = _last_of_14_bits(np.abs(total))
+        total = np.trunc(total / unit) * unit
     return total
+
+
+def _last_of_14_bits(values: np.ndarray) -> np.ndarray:
+    """What the last of 14 bits, the first one set, stands for."""
+    return np.exp2(np.floor(np.log2(np.maximum(values, np.float32(1e-30)))) - 13).astype(np.float32)
 
 
 def plain(

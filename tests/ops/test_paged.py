@@ -286,7 +286,7 @@ def test_a_captured_workspace_stays_the_graphs(device):
         device.array(table),
     ]
     lengths = device.array(np.asarray([200, 70], np.int32))
-    graph = cki.capture(lambda: run(*arguments, lengths))
+    graph = cki.capture(lambda lengths: run(*arguments, lengths), lengths)
     for keys in ([200, 70], [3, 70], [200, 0]):
         lengths[:] = device.array(np.asarray(keys, np.int32))
         eager = device.numpy(run(*arguments, lengths)).copy()
