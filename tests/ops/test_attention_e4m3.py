@@ -77,9 +77,9 @@ def codes(
 
 
 def tensor_core_products(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """[batch, heads, queries, keys] from [batch, tokens, heads, dim] as Hopper adds e4m3 products: 32 products and the sum
-    so far are cut to 14 bits of the largest of them and added (DeepSeek-V3, arXiv 2412.19437, 3.3.2), and the sum is kept
-    with 13 bits after the first (SageAttention2, arXiv 2411.10958, section 3)."""
+    """[batch, heads, queries, keys] from [batch, tokens, heads, dim] as Hopper adds e4m3 products: 32 products and the
+    sum so far are cut to 14 bits of the largest of them and added (DeepSeek-V3, arXiv 2412.19437, 3.3.2), and the sum
+    is kept with 13 bits after the first (SageAttention2, arXiv 2411.10958, section 3)."""
     q, k = q.transpose(0, 2, 1, 3)[:, :, :, None], k.transpose(0, 2, 1, 3)[:, :, None]
     total = np.zeros(np.broadcast_shapes(q.shape, k.shape)[:-1], np.float32)
     for first in range(0, q.shape[-1], 32):
