@@ -106,7 +106,7 @@ def test_order_after_makes_a_stream_wait_without_the_host():
 
     producer, consumer = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     source, target = cupy.zeros(1 << 20, np.float32), cupy.zeros(1 << 20, np.float32)
-    source.fill(0)  # compiled before the producer is held up
+    source.fill(1)  # its kernel is loaded before the producer is held up (0 would be a memset)
     cupy.cuda.runtime.deviceSynchronize()
     release = keep_busy(producer.ptr, until_released=True)
     with producer:
