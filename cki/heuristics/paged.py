@@ -42,6 +42,9 @@ _IN_CLUSTERS = 0.9
 #: Bytes of keys and values up to which clusters on half of the SMs are faster than all SMs and a second launch, for
 #: tiles of the size that was measured and for others.
 _CLUSTERED_BYTES, _CLUSTERED_SMALL = 256 << 20, 32 << 20
+#: Rows up to which half of the SMs keep up: 8 x 8192 keys took 64 us with 4 rows and 79 with 7 and 8, for which all SMs
+#: need 69 (H200).
+_CLUSTERED_ROWS = 4
 #: Tiles of all units up to which fewer warps, with more tiles each, are as good or better: fewer states to combine.
 _FEW_TILES = 2048
 #: The same in clusters; and tiles up to which clusters serve products that take longer than the memory.
@@ -190,7 +193,7 @@ def choose_dealt(shape: DecodeShape, units: int, groups: int, together: int) -> 
 def choose_cluster(shape: DecodeShape, units: int, device: DeviceInfo) -> int:
     """Groups that are to be a cluster, which merges without a second launch; 0 if they should not be one.
 
-    Half of the SMs read as fast as all, if their warps keep up: with dealt tiles, 16-bit elements and one tile of rows.
+    Half of the SMs read as fast as all, if their warps keep up: with dealt tiles, 16-bit elements and few rows.
     """
     if device.arch in SERIAL_ARCHS:
         return 0
@@ -200,7 +203,7 @@ def choose_cluster(shape: DecodeShape, units: int, device: DeviceInfo) -> int:
     if not choose_dealt(shape, units, groups, units)[0]:
         return 0
     tiles = shape.positions * units
-    if shape.itemsize != 2 or shape.rows > TILE_ROWS or shape.scattered:
+    if shape.itemsize != 2 or shape.rows > _CLUSTERED_ROWS or shape.scattered:
         return groups if tiles <= _FEW_IN_CLUSTERS else 0
     most = _CLUSTERED_BYTES if 8192 <= stage_bytes(shape) < 16384 else _CLUSTERED_SMALL
     return groups if tiles * stage_bytes(shape) <= most else 0
