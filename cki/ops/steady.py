@@ -90,7 +90,7 @@ def held_call(
         names["handle_of"] = stream_handle
         stream = Expression(f"{stream.text} if stream is None else handle_of(stream)", stream.constants)
     results = ["" if place is None else outs[place] for place in outputs]
-    body += _launch(entry, recognition, results, names, stream, repeated=is_bare)
+    body += _launch(entry, recognition, results, names, stream, repeated=is_bare, nothing="None")
     head = ", ".join([*(f"{name}=absent" for name in inputs), "*more", "out=None", "stream=None"])
     made: Callable[..., Any] = define("held", head, body, names)
     return made
@@ -149,9 +149,14 @@ def _launch(
     outs: Sequence[str],
     names: dict[str, Any],
     stream: Expression,
+    *,
     repeated: bool,
+    nothing: str = "()",
 ) -> list[str]:
-    """Statements that allocate, launch and return.  outs: the variables of the caller's output tensors."""
+    """Statements that allocate, launch and return.
+
+    outs: the variables of the caller's output tensors.  nothing: what an operation without outputs returns.
+    """
     assert entry.executable is not None
     adapter, like = entry.adapter, f"t{recognition.given[0]}"
 
@@ -174,7 +179,7 @@ def _launch(
             body.append(f"w{index} = base + {offset}")
             pointers.append(f"w{index}")
     results = [outs[index] if is_given else f"o{index}" for is_given, index in entry.order]
-    finish = f"return {results[0] if len(results) == 1 else f'({_listed(results)})' if results else None}"
+    finish = f"return {results[0] if len(results) == 1 else f'({_listed(results)})' if results else nothing}"
     finish = _marking(entry, recognition, names) + finish
     names["capture"] = capture_state
     body.append(f"stream = {stream.inline(names, 'stream')}")
