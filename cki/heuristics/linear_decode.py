@@ -8,9 +8,14 @@ from cki.device import DeviceInfo
 MAX_TOKENS = 16
 #: Architectures on which a launch can begin while the one before it runs.
 PROGRAMMATIC = ("sm_90a", "sm_100a", "sm_120a")
-#: Of the kernel: warps that share K, bytes of K a step, steps that a lane has under way.
-WARPS, STEP_BYTES, DEPTH = 8, 128, 4
+#: Of the kernel: warps that share K, bytes of K a step.
+WARPS, STEP_BYTES = 8, 128
 _TILE_ROWS = 16
+
+
+def steps_ahead(arch: str) -> int:
+    """Steps that a lane has under way.  For sm_100a four take registers that two blocks an SM do not have."""
+    return 3 if arch == "sm_100a" else 4
 
 
 def row_pitch(depth: int, itemsize: int) -> int:

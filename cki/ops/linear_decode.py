@@ -100,12 +100,13 @@ def decode_kernel(
     activation: str | None = None, residual: bool = False, codes: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration."""
-    programmatic = arch in heuristics.PROGRAMMATIC
+    programmatic, ahead = arch in heuristics.PROGRAMMATIC, heuristics.steps_ahead(arch)
+    alike = heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES
     return kernel_spec(
         "gemm/skinny/decode.cu", "linear_decode", _PARAMS,
-        archs=heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES, max_registers=128, Element=dtype,
+        archs=tuple(a for a in alike if heuristics.steps_ahead(a) == ahead), max_registers=128, Element=dtype,
         Bias=bias or dtype, Code=dtypes.e4m3 if codes else dtype, kTokenTiles=heuristics.token_tiles(tokens),
-        kDepth=heuristics.DEPTH, kNorm=norm, kGated=gated, kActivation=ACTIVATIONS[activation],
+        kDepth=ahead, kNorm=norm, kGated=gated, kActivation=ACTIVATIONS[activation],
         kHasBias=bias is not None, kHasResidual=residual, kProgrammatic=programmatic,
     )  # fmt: skip
 
