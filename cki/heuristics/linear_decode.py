@@ -14,8 +14,8 @@ _TILE_ROWS = 16
 
 
 def steps_ahead(arch: str) -> int:
-    """Steps that a lane has under way.  For sm_100a four take registers that two blocks an SM do not have."""
-    return 3 if arch == "sm_100a" else 4
+    """Steps that a lane has under way.  For Blackwell four take registers that two blocks an SM do not have."""
+    return 3 if arch in ("sm_100a", "sm_120a") else 4
 
 
 def row_pitch(depth: int, itemsize: int) -> int:
