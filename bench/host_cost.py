@@ -7,7 +7,8 @@ what Python, the framework, CKI and the driver take to enqueue a call.  "small o
 same mode.  `limit_us` is the project's budget: 10 us for a call in eager PyTorch; in TensorFlow, above the small op,
 45 us in eager mode and 100 us in a tf.function.  Frameworks that are not installed, or see no GPU, are named and left
 out.  Method: that of bench/launch_cost.py, loops of 50 calls, the queue drained before each, all cases in turn
-(bench/common.py, `host_times`); `python_call_us` is an empty call of Python's, by which hosts can be compared.
+(bench/common.py, `host_times`); `python_call_us` is an empty call of Python's, by which hosts can be compared.  Every
+result is compared with float64 before and after it is timed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import common
 import numpy as np
 
 import cki
+from cki import reference
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 16, 1024, 16
 #: All frameworks of one process share the GPU.
@@ -40,6 +42,13 @@ class Case(NamedTuple):
     call: Callable[[], object]
     limit_us: float | None = None
     is_above_small: bool = False
+
+
+class Framework(NamedTuple):
+    """cases: makes the calls.  read: a tensor of the framework's as a NumPy array in fp32."""
+
+    cases: Callable[[], Iterator[Case]]
+    read: Callable[[Any], np.ndarray]
 
 
 class Absent(Exception):
@@ -123,15 +132,46 @@ def cupy_cases() -> Iterator[Case]:
     yield from in_mode("cupy", tensors, lambda function: function, 10.0, False)
 
 
-MAKERS = {"torch": torch_cases, "jax": jax_cases, "tensorflow": tensorflow_cases, "cupy": cupy_cases}
+def _read_tensorflow(tensor: Any) -> np.ndarray:
+    import tensorflow as tf
+
+    found: np.ndarray = tf.cast(tensor, tf.float32).numpy()
+    return found
+
+
+FRAMEWORKS = {
+    "torch": Framework(torch_cases, lambda tensor: tensor.float().cpu().numpy()),
+    "jax": Framework(jax_cases, lambda array: np.asarray(array.astype("float32"))),
+    "tensorflow": Framework(tensorflow_cases, _read_tensorflow),
+    "cupy": Framework(cupy_cases, lambda array: array.astype(np.float32).get()),
+}
+
+
+def require_right(cases: Sequence[Case], read: Callable[[Any], np.ndarray]) -> None:
+    """End the program where a call's result is not what the operation is in float64, but for 16-bit rounding."""
+    arrays: dict[str, Any] = {name: array.astype(np.float64) for name, array in inputs().items()}
+    x, gamma, beta = arrays["x"], arrays["gamma"], arrays["beta"]
+    expected = {
+        "small op": 2 * x,
+        "cki.fused_attention": reference.fused_attention(**arrays, num_heads=HEADS, head_dim=WIDTH // HEADS),
+        "cki.layer_norm": reference.layer_norm(x, gamma, beta),
+    }
+    for case in cases:
+        wanted = expected[case.name]
+        error = float(np.abs(read(case.call()) - wanted).max() / np.abs(wanted).max())
+        if not error <= 0.02:
+            raise SystemExit(f"{case.mode}: {case.name}: wrong by {error} of the largest value")
 
 
 def measure(framework: str) -> list[dict[str, object]]:
     """Rows of one framework."""
     rows, small_us = [], 0.0
     dtype = "f16" if framework == "cupy" else "bf16"
-    cases = list(MAKERS[framework]())
+    make, read = FRAMEWORKS[framework]
+    cases = list(make())
+    require_right(cases, read)
     timings = common.host_times({f"{case.mode}: {case.name}": case.call for case in cases})
+    require_right(cases, read)  # as calls are made by now, recognised
     python_us = round(common.python_call_us(), 4)
     for case in cases:
         timing = timings[f"{case.mode}: {case.name}"]
@@ -153,12 +193,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--framework", choices=tuple(MAKERS), action="append", help="default: all")
+    parser.add_argument("--framework", choices=tuple(FRAMEWORKS), action="append", help="default: all")
     options = parser.parse_args(argv)
     common.require_gpu()
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    for framework in options.framework or list(MAKERS):
+    for framework in options.framework or list(FRAMEWORKS):
         try:
             rows = measure(framework)
         except (ImportError, Absent) as error:
