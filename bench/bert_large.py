@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -154,6 +155,8 @@ class Bench:
         }
 
     def __enter__(self) -> Bench:
+        for peer in self._peers.values():
+            peer.start()  # imports and weights take seconds, and cores that wait
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -163,7 +166,7 @@ class Bench:
 
     def measure(self, problem: Problem, rounds: int) -> Measured:
         """Checks and times all.  Raises SystemExit when CKI's output is wrong."""
-        print(f"{problem}: preparing", flush=True)
+        began = time.monotonic()
         truth = peers_torch.truth(self._model, problem, self._device)
         scale = float(np.abs(truth).max())
 
@@ -188,7 +191,9 @@ class Bench:
             if problem.lengths and name not in packed_names:
                 continue
             try:
+                since = time.monotonic()
                 errors[name] = error_of(peer.prepare(problem))
+                print(f"  {name}: {time.monotonic() - since:.0f} s", flush=True)
             except peers.PeerError as error:
                 drop(name, str(error))
                 continue
@@ -196,6 +201,7 @@ class Bench:
                 running[name] = peer
             else:
                 drop(name, f"its error is {errors[name]:.2e}, torch SDPA's {errors[SDPA]:.2e}")
+        print(f"{problem}: prepared in {time.monotonic() - began:.0f} s", flush=True)
         timings = in_turn({**running, CKI: self._cki, GEMM: self._gemm}, rounds, drop)
         gemm_rate = self._gemm.flops / timings.pop(GEMM).median_us / 1e6
         flops = bert_model.flops(self._model, problem)
@@ -265,10 +271,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = bert_model.BERT_LARGE._replace(positions=max(bert_model.BERT_LARGE.positions, longest))
     measured: list[Measured] = []
     with Bench(model, without=arguments.without, limit_s=arguments.limit) as bench:
-        with contextlib.ExitStack() as written:  # what was measured, also when something fails later
-            written.callback(lambda: bert_tables.report(measured))
+        with contextlib.ExitStack() as shown:  # what was measured, also when something fails later
+            shown.callback(lambda: bert_tables.report(measured))
             for problem in problems:
                 measured.append(bench.measure(problem, arguments.iters))
+                bert_tables.write(measured)
                 print(bert_tables.line(measured[-1]), flush=True)
 
 

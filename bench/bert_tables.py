@@ -111,6 +111,11 @@ def line(one: Measured) -> str:
     return f"{one.problem}: {', '.join([ours, *others])}; {one.gemm_share:.3f} of the GEMM rate"
 
 
+def write(measured: Sequence[Measured]) -> None:
+    """The result file of what was measured so far, so that a run that is ended leaves it."""
+    common.write_csv("bert_large", rows(measured), is_quiet=True)
+
+
 def report(measured: Sequence[Measured]) -> None:
     """Prints the tables and writes the file.  Nothing where nothing was measured."""
     if not measured:

@@ -345,7 +345,13 @@ def results_dir() -> Path:
     return Path(os.environ.get("BENCH_OUT") or RESULTS)
 
 
-def write_csv(name: str, rows: Sequence[Mapping[str, object]], folder: Path | None = None) -> Path:
+def write_csv(
+    name: str,
+    rows: Sequence[Mapping[str, object]],
+    folder: Path | None = None,
+    *,
+    is_quiet: bool = False,
+) -> Path:
     """Writes `<folder>/<name>.csv`, one line a row, environment last, and prints the rows as a table."""
     if not rows:
         raise ValueError(f"benchmark {name!r} measured nothing")
@@ -358,8 +364,9 @@ def write_csv(name: str, rows: Sequence[Mapping[str, object]], folder: Path | No
         writer.writeheader()
         for line in rows:
             writer.writerow({**line, **environment()})
-    print_table(rows, columns)
-    print(f"wrote {path}")
+    if not is_quiet:
+        print_table(rows, columns)
+        print(f"wrote {path}")
     return path
 
 

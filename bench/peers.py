@@ -46,15 +46,19 @@ class PeerProcess:
         self._connection: Connection | None = None
         self._absent = ""  # why there is no use in another try
 
-    def prepare(self, problem: Problem) -> Array:
-        if self._absent:
-            raise PeerError(self._absent)
+    def start(self) -> None:
+        """Begins the process, if there is none, which imports its framework and makes its weights meanwhile."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(theirs, *self._arguments))
             self._process.start()
             theirs.close()
+
+    def prepare(self, problem: Problem) -> Array:
+        if self._absent:
+            raise PeerError(self._absent)
+        self.start()
         output: Array = self._ask(problem, self._limit_s)
         return output
 
@@ -96,21 +100,27 @@ def _serve(connection: Connection, factory: str, model: Model, device: str) -> N
     asks for a time."""
     module, name = factory.split(":")
     implementation: Implementation | None = None
+    refusal = ("failed", "not made")
+    try:
+        implementation = getattr(importlib.import_module(module), name)(model, device)
+    except ImportError as error:
+        refusal = ("absent", _line(error))
+    except Exception as error:  # whatever a framework raises: the baseline is left out, and the reason shown
+        refusal = ("failed", _line(error))
     while True:
         try:
             problem = connection.recv()
         except (EOFError, OSError):
             return
+        if implementation is None:
+            connection.send(refusal)
+            return
         try:
-            if implementation is None:
-                implementation = getattr(importlib.import_module(module), name)(model, device)
             answer: Any = implementation.elapsed_us() if problem is None else implementation.prepare(problem)
             connection.send(("done", answer))
         except ImportError as error:
             connection.send(("absent", _line(error)))
-        except (
-            Exception
-        ) as error:  # whatever a framework raises: the baseline is left out, and the reason shown
+        except Exception as error:
             connection.send(("failed", _line(error)))
 
 

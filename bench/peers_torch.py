@@ -6,6 +6,7 @@ has.  Padding is a boolean mask.  On the CPU, where the tests run, a graph is th
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,58 +16,92 @@ import numpy as np
 from bert_model import Array, Model, Problem
 
 Forward = Callable[[Any, Any], Any]
+#: What is run in place of a function of the forward pass.
+Translate = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def forward_pass(model: Model, pre_ln: bool, device: str, dtype: Any) -> Forward:
-    """`f(ids [batch, seq], mask)` -> [batch, seq, hidden] of dtype.  mask: bool [batch, 1, 1, seq] or None."""
+@functools.lru_cache(maxsize=2)
+def device_weights(model: Model, device: str, dtype: Any) -> dict[str, Any]:
+    """The weights on a device, with Q, K and V of a layer as one: "attention.self.qkv"."""
     import torch
+
+    weights = {
+        name: torch.from_numpy(value).to(device) for name, value in bert_model.state_dict(model).items()
+    }
+    weights = {name: value.to(dtype) for name, value in weights.items()}
+    for number in range(model.layers):
+        for part in ("weight", "bias"):
+            prefix = f"encoder.layer.{number}.attention.self"
+            packed = [weights.pop(f"{prefix}.{which}.{part}") for which in ("query", "key", "value")]
+            weights[f"{prefix}.qkv.{part}"] = torch.cat(packed)
+    return weights
+
+
+def forward_pass(
+    model: Model, pre_ln: bool, device: str, dtype: Any, translate: Translate = lambda function: function
+) -> Forward:
+    """`f(ids [batch, seq], mask)` -> [batch, seq, hidden] of dtype.  mask: bool [batch, 1, 1, seq] or None.
+
+    translate: is given two functions, the embeddings and a layer, and returns what runs in their place.  All layers are
+    one function of their weights, so that a compiler has to look at one.  In the pre-LN order a layer ends with the
+    norm that the next begins with: what can be fused with one another lies in one function.
+    """
     from torch.nn import functional
 
-    given = bert_model.state_dict(model)
-    weights = {name: torch.from_numpy(value).to(device, dtype) for name, value in given.items()}
+    weights = device_weights(model, device, dtype)
     heads, head_dim = model.heads, model.hidden // model.heads
-    layers = [f"encoder.layer.{number}" for number in range(model.layers)]
-    packed = {
-        (layer, part): torch.cat(
-            [weights.pop(f"{layer}.attention.self.{which}.{part}") for which in ("query", "key", "value")]
-        )
-        for layer in layers
-        for part in ("weight", "bias")
-    }
-    table = weights["embeddings.position_embeddings.weight"]
-    types = weights["embeddings.token_type_embeddings.weight"]
-    words = weights["embeddings.word_embeddings.weight"]
+    attention_norm, output_norm = "attention.output.LayerNorm", "output.LayerNorm"
 
-    def norm(x: Any, name: str) -> Any:
-        vectors = weights[f"{name}.weight"], weights[f"{name}.bias"]
-        return functional.layer_norm(x, (model.hidden,), *vectors, bert_model.EPSILON)
+    def named(prefix: str) -> dict[str, Any]:
+        return {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
 
-    def product(x: Any, name: str) -> Any:
-        return functional.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+    front = named("embeddings.")
+    layers = [named(f"encoder.layer.{number}.") for number in range(model.layers)]
+    #: Weight and bias of the norm that follows each layer, and of the first layer's.
+    norms = [(layer[f"{attention_norm}.weight"], layer[f"{attention_norm}.bias"]) for layer in layers]
+    norms.append((weights["LayerNorm.weight"], weights["LayerNorm.bias"]))
 
-    def attend(u: Any, layer: str, mask: Any) -> Any:
+    def norm(x: Any, vectors: Any) -> Any:
+        gamma, beta = vectors
+        return functional.layer_norm(x, (model.hidden,), gamma, beta, bert_model.EPSILON)
+
+    def vectors(layer: dict[str, Any], name: str) -> tuple[Any, Any]:
+        return layer[f"{name}.weight"], layer[f"{name}.bias"]
+
+    def attend(u: Any, layer: dict[str, Any], mask: Any) -> Any:
         batch, seq, hidden = u.shape
-        qkv = functional.linear(u, packed[layer, "weight"], packed[layer, "bias"])
+        qkv = functional.linear(u, *vectors(layer, "attention.self.qkv"))
         q, k, v = qkv.view(batch, seq, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
         context = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return product(context.transpose(1, 2).reshape(batch, seq, hidden), f"{layer}.attention.output.dense")
+        rows = context.transpose(1, 2).reshape(batch, seq, hidden)
+        return functional.linear(rows, *vectors(layer, "attention.output.dense"))
 
-    def feed(u: Any, layer: str) -> Any:
-        inner = functional.gelu(product(u, f"{layer}.intermediate.dense"))
-        return product(inner, f"{layer}.output.dense")
+    def feed(u: Any, layer: dict[str, Any]) -> Any:
+        inner = functional.gelu(functional.linear(u, *vectors(layer, "intermediate.dense")))
+        return functional.linear(inner, *vectors(layer, "output.dense"))
+
+    def embed(ids: Any, front: dict[str, Any], first: Any) -> tuple[Any, ...]:
+        x = functional.embedding(ids, front["word_embeddings.weight"])
+        x = x + front["position_embeddings.weight"][: ids.shape[1]] + front["token_type_embeddings.weight"][0]
+        x = norm(x, vectors(front, "LayerNorm"))
+        return (x, norm(x, first)) if pre_ln else (x,)
+
+    def pre_layer(x: Any, u: Any, layer: dict[str, Any], following: Any, mask: Any) -> tuple[Any, ...]:
+        x = x + attend(u, layer, mask)
+        x = x + feed(norm(x, vectors(layer, output_norm)), layer)
+        return x, norm(x, following)
+
+    def post_layer(x: Any, layer: dict[str, Any], following: Any, mask: Any) -> tuple[Any, ...]:
+        x = norm(x + attend(x, layer, mask), vectors(layer, attention_norm))
+        return (norm(x + feed(x, layer), vectors(layer, output_norm)),)
+
+    embed_, layer_ = translate(embed), translate(pre_layer if pre_ln else post_layer)
 
     def run(ids: Any, mask: Any) -> Any:
-        x = functional.embedding(ids, words) + table[: ids.shape[1]] + types[0]
-        x = norm(x, "embeddings.LayerNorm")
-        for layer in layers:
-            attention_norm, output_norm = f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"
-            if pre_ln:
-                x = x + attend(norm(x, attention_norm), layer, mask)
-                x = x + feed(norm(x, output_norm), layer)
-            else:
-                x = norm(x + attend(x, layer, mask), attention_norm)
-                x = norm(x + feed(x, layer), output_norm)
-        return norm(x, "LayerNorm") if pre_ln else x
+        state = embed_(ids, front, norms[0])
+        for layer, following in zip(layers, norms[1:]):
+            state = layer_(*state, layer, following, mask)
+        return state[-1]
 
     return run
 
@@ -93,11 +128,7 @@ def truth(model: Model, problem: Problem, device: str) -> Array:
 
     with torch.inference_mode():
         forward = forward_pass(model, problem.pre_ln, device, torch.float32)
-        output = kept(problem, forward(*inputs(model, problem, device)))
-    del forward
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return output
+        return kept(problem, forward(*inputs(model, problem, device)))
 
 
 class Timer:
@@ -162,20 +193,18 @@ class Sdpa:
     """scaled_dot_product_attention, linear, layer_norm and GELU, replayed from a CUDA graph."""
 
     def __init__(self, model: Model, device: str) -> None:
+        import torch
+
         self._model, self._device = model, device
         self._replay: Replay | None = None
         self._timer: Timer | None = None
-        self._forward: tuple[bool, Forward] | None = None  # the norm order, and its function
+        device_weights(model, device, torch.float16)
 
     def prepare(self, problem: Problem) -> Array:
         import torch
 
         self._replay = self._timer = None  # frees the last one's memory
-        if self._forward is None or self._forward[0] != problem.pre_ln:
-            self._forward = None
-            plain = forward_pass(self._model, problem.pre_ln, self._device, torch.float16)
-            self._forward = problem.pre_ln, plain
-        forward = self.translate(self._forward[1])
+        forward = self.forward(problem)
         ids, mask = inputs(self._model, problem, self._device)
         with torch.inference_mode():
             self._replay = Replay(lambda: forward(ids, mask), self._device)
@@ -189,9 +218,11 @@ class Sdpa:
         with torch.inference_mode():
             return self._timer.elapsed_us()
 
-    def translate(self, forward: Forward) -> Forward:
+    def forward(self, problem: Problem) -> Forward:
         """What is captured."""
-        return forward
+        import torch
+
+        return forward_pass(self._model, problem.pre_ln, self._device, torch.float16)
 
 
 class Compiled(Sdpa):
@@ -199,12 +230,18 @@ class Compiled(Sdpa):
 
     options: dict[str, str] = {"mode": "max-autotune-no-cudagraphs"}  # noqa: RUF012
 
-    def translate(self, forward: Forward) -> Forward:
+    def forward(self, problem: Problem) -> Forward:
         import torch
 
         torch._dynamo.reset()  # a problem's code is its own: nothing is made general in shape
-        compiled: Forward = torch.compile(forward, dynamic=False, fullgraph=True, **self.options)
-        return compiled
+
+        def translate(function: Callable[..., Any]) -> Callable[..., Any]:
+            compiled: Callable[..., Any] = torch.compile(
+                function, dynamic=False, fullgraph=True, **self.options
+            )
+            return compiled
+
+        return forward_pass(self._model, problem.pre_ln, self._device, torch.float16, translate)
 
 
 class Gemm:

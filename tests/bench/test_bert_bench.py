@@ -76,14 +76,23 @@ def test_on_a_gpu(bert, tiny):
 
 
 def test_torch_compile_computes_it_too(bert, tiny, monkeypatch):
+    """It compiles two functions a problem, the embeddings and a layer, however many layers there are."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     torch_peers = bert.peers_torch
-    monkeypatch.setattr(torch_peers.Compiled, "options", {"backend": "eager"})
+    monkeypatch.setattr(torch_peers.Compiled, "options", {"backend": backend})
     compiled = torch_peers.Compiled(tiny, "cpu")
     for problem in problems(bert)[::3]:
         truth = torch_peers.truth(tiny, problem, "cpu")
         assert truth.shape == (problem.tokens, tiny.hidden)
+        graphs.clear()
         assert np.abs(compiled.prepare(problem) - truth).max() < 4e-3 * np.abs(truth).max()
         assert compiled.elapsed_us() > 0
+        assert len(graphs) == 2
 
 
 @pytest.mark.tensorflow
@@ -176,7 +185,7 @@ def test_packed_batches(bert):
 
 
 def test_what_is_measured(bert, monkeypatch, capsys):
-    asked = []
+    asked, written = [], []
 
     class Fake:
         def __init__(self, model, **options):
@@ -194,10 +203,12 @@ def test_what_is_measured(bert, monkeypatch, capsys):
     monkeypatch.setattr(bert, "Bench", Fake)
     monkeypatch.setattr(bert.common, "require_gpu", lambda: None)
     monkeypatch.setattr(bert.bert_tables, "report", lambda measured: None)
+    monkeypatch.setattr(bert.bert_tables, "write", lambda measured: written.append(len(measured)))
     monkeypatch.setattr(bert.bert_tables, "line", lambda one: "")
     bert.main(["--batch", "4", "--seq-len", "2048", "--iters", "50", "--without", "compile"])
     assert asked[0] == (4096, {"without": ["compile"], "limit_s": 240.0})
     assert asked[1:] == [(bert.Problem(4, 2048, True), 50), (bert.Problem(4, 2048, False), 50)]
+    assert written == [1, 2]  # after each problem
     asked.clear()
     bert.main(["--packed", "--batch", "8", "--order", "post"])
     assert asked[1:] == [(bert.bert_model.packed_problem(8, False), 30)]
