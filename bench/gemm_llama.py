@@ -2,14 +2,13 @@
 
     python bench/gemm_llama.py                                   # all 40 cells, about a minute and a half on an H200
     python bench/gemm_llama.py --rows 1 16 --layout in_out
-    python bench/gemm_llama.py --without a24                     # candidates whose names contain that
+    python bench/gemm_llama.py --without late                    # candidates whose names contain that
 
 No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of `skinny/linear.cu`, by its model,
-and blocks of Hopper's GEMM, small and larger ones; each also with more of its weight asked
-for ahead of the launch (`a12`, `a24`: stages).  Kernels are compiled first, several at a time.  Then one worker process
-compares every implementation with a float64 product on the GPU before it times all of a cell in turn, one graph replay
-each a round.  Where it dies or falls silent, it is started again from that cell on, without the candidate that it was
-at.
+and blocks of Hopper's GEMM, small and larger ones; each also `late`.  Kernels are compiled first, several
+at a time.  Then one worker process compares every implementation with a float64 product on the GPU before it times all
+of a cell in turn, one graph replay each a round.  Where it dies or falls silent, it is started again from that cell on,
+without the candidate that it was at.
 
 `vs_torch`: torch's time over ours.  `of_copy`: the weight's bytes a second over the rate of a copy in the same run.
 Each cell's line is the fastest with the choice beside it; the last are geometric means.  Writes results/gemm_llama.csv.
@@ -48,8 +47,8 @@ from cki.ops.linear import plan_linear
 PRODUCTS = ("4096x6144", "4096x4096", "4096x28672", "14336x4096")
 ROWS = (1, 8, 16, 64, 2048)
 LAYOUTS = ("in_out", "out_in")
-#: Stages that are asked for in L2 ahead of a launch.
-AHEAD = (12, 24)
+#: Stages that a launch asks for ahead, where it may begin only behind the last copies of the one before.
+LATE = (6, 12, 24)
 #: Of Hopper's GEMM with up to 64 rows, besides small ones.
 LOW_TILES = (HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True))
 ROUNDS = 10
@@ -69,13 +68,12 @@ def candidates(
         copying = choose_skinny_tile(rows, columns, depth, 2, device, along_n=along_n)
         if copying is not None:
             early = dataclasses.replace(copying, programmatic=True)
-            tiles += [copying, *(dataclasses.replace(early, ahead=ahead) for ahead in AHEAD)]
+            tiles += [copying, *(dataclasses.replace(early, late=late) for late in LATE)]
     if rows <= 32:
-        few = [dataclasses.replace(tile, rows_x=max(16, rows)) for tile in SMALL_TILES]
-        tiles += [*few, *(dataclasses.replace(tile, ahead=AHEAD[0]) for tile in few)]
+        tiles += [dataclasses.replace(tile, rows_x=max(16, rows)) for tile in SMALL_TILES]
     if 16 < rows <= 64:
         own = (*SMALL_TILES, *LOW_TILES)
-        tiles += [*own, *(dataclasses.replace(tile, ahead=ahead) for tile in own for ahead in AHEAD)]
+        tiles += [*own, *(dataclasses.replace(tile, late=late) for tile in own for late in LATE)]
     elif rows > 64:
         tiles += sorted(TILES, key=lambda tile: predicted_time(tile, rows, columns, depth, device))[:3]
     kinds = {SkinnyTile: "skinny", HopperTile: "hopper"}

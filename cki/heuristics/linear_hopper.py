@@ -49,7 +49,8 @@ class HopperTile:
     sharers: blocks of a cluster whose tiles lie below each other, and who bring their weight for each other.
     programmatic: the launch may begin while the one before it in the stream ends.
     consumers: 2, or 1 in a small block, of which an SM holds several.
-    ahead: stages of the weight that are asked for in L2 while the launch before still runs; 0: the ring's.
+    late: stages of its weight that a launch asks for in L2 while the one before it ends, which lets it begin only
+        behind its own last copies; 0: the ring's, and from the beginning on.
     rows_x: of x that are copied, where it has no more; 0: all of the tile's.
     fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
@@ -64,7 +65,7 @@ class HopperTile:
     spare_warps: bool = False
     consumers: int = 2
     fetches: bool = False
-    ahead: int = 0
+    late: int = 0
     rows_x: int = 0
 
     @property
@@ -112,8 +113,8 @@ class HopperTile:
         words = (
             f"{self.block_m}x{self.block_n}s{self.stages}", "pp" if self.ping_pong else "",
             f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
-            "small" if self.consumers == 1 else "",
- "fetch" if self.fetches else "", f"a{self.ahead}" if self.ahead else "",
+            "small" if self.consumers == 1 else "", "fetch" if self.fetches else "",
+            f"late{self.late}" if self.late else "",
             f"x{self.rows_x}" if self.rows_x else "",
             "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
         )  # fmt: skip
@@ -125,11 +126,11 @@ TILES = (
     HopperTile(128, 256, 4), HopperTile(256, 128, 4), HopperTile(128, 128, 6, True), HopperTile(128, 128, 6),
     HopperTile(64, 128, 8, True), HopperTile(64, 64, 8, True), HopperTile(128, 64, 8, split=2),
 )  # fmt: skip
-#: Small blocks, to be measured.
+#: Small blocks, for few rows and a weight that memory gives, not L2 (`_heavy_tile`).
 SMALL_TILES = (
     HopperTile(64, 64, 6, consumers=1), HopperTile(64, 64, 6, split=2, consumers=1),
 )  # fmt: skip
-#: With a residual by TMA, to be measured.
+#: What a residual that TMA can bring turns a chosen tile into: 3 to 8 % less (bench/results/gemm_hopper.csv).
 FETCHING_TILES = (
     HopperTile(128, 128, 5, True, fetches=True), HopperTile(128, 128, 6, fetches=True),
     HopperTile(64, 128, 8, True, fetches=True), HopperTile(64, 64, 8, True, fetches=True),
@@ -174,6 +175,8 @@ _L2_RATE = 12.9e6
 _FINISH_US = {"": (0.0, 0.32), "activation": (1.44, 0.59), "residual": (0.42, 0.93)}
 # Rounds up to which reading a norm's statistics ahead gains (1 to 4 %); in the steady state of more it costs.
 _SPARE_ROUNDS = 4
+# Bytes of a weight from which on memory bounds a product of few rows.
+_HEAVY_BYTES = 24 << 20
 # Of the sum over a cluster's blocks.
 _EXCHANGE_US = 2.6
 
@@ -231,10 +234,26 @@ def preferred_hopper_tile(
     tile = choose_hopper_tile(
         rows, columns, depth, device, activation=activation, residual=residual, among=among
     )
+    if 48 < rows <= 64 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES:
+        tile = _heavy_tile(columns, device)
+    if residual and norm != "residual" and (tile.split, tile.consumers) == (1, 2):
+        shape = (tile.block_m, tile.block_n, tile.ping_pong)
+        tile = next((t for t in FETCHING_TILES if shape == (t.block_m, t.block_n, t.ping_pong)), tile)
     if norm in ("layer", "rms") and tile_count(tile, rows, columns) <= _SPARE_ROUNDS * device.sm_count:
         tile = replace(tile, spare_warps=True)
     options = {"activation": activation, "residual": residual}
     return tile if beats_generic([tile], rows, [columns], depth, device, **options) else None
+
+
+def _heavy_tile(columns: int, device: DeviceInfo) -> HopperTile:
+    """Of up to 64 rows by a weight that memory gives, which the model above does not know: as measured.
+
+    Two launches of the tile should fit the GPU side by side, so that one begins while the other ends.
+    """
+    across = -(-columns // 64)
+    if 2 * across <= device.sm_count:
+        return SMALL_TILES[1]
+    return HopperTile(64, 128, 8, True) if across <= device.sm_count else HopperTile(64, 64, 8, True)
 
 
 def beats_generic(

@@ -59,8 +59,8 @@ class SkinnyTile:
     block_m, block_n: the tile of a cluster.  warps_n, warps_k: how a block's warps share its columns, and the K steps
         of a stage.  stages: depth of the ring.  split: blocks of the cluster, each with its part of K.
     programmatic: the launch may begin while the one before it in the stream ends (sm_90 and later; else no effect).
-    ahead: of a programmatic launch, stages of its weight that are asked for in L2 while the launch before still runs;
-        0: as many as its copies have under way.
+    late: stages of its weight that such a launch asks for in L2 while the one before it ends, which lets it begin only
+        behind its own last copies; 0: as many as its copies have under way, and from the beginning on.
     """
 
     block_m: int
@@ -70,11 +70,7 @@ class SkinnyTile:
     stages: int
     split: int = 1
     programmatic: bool = True
-    ahead: int = 0
-
-    @property
-    def stages_ahead(self) -> int:
-        return self.ahead or self.stages - 1
+    late: int = 0
 
     @property
     def threads(self) -> int:
@@ -90,9 +86,8 @@ class SkinnyTile:
     def __str__(self) -> str:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
         kind = "" if self.programmatic else "serial"
-        return (
-            f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{f'a{self.ahead}' if self.ahead else ''}"
-        )
+        late = f"late{self.late}" if self.late else ""
+        return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{late}"
 
 
 def _with_splits(

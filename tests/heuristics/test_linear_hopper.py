@@ -245,6 +245,11 @@ def test_predictions_are_near_what_was_measured():
         assert 0.85 < predicted / times[f"hopper {tile}"] < 1.15, problem
 
 
+def unfetched(tile: HopperTile) -> HopperTile:
+    shape = (tile.block_m, tile.block_n, tile.ping_pong, 1)
+    return next(t for t in TILES if shape == (t.block_m, t.block_n, t.ping_pong, t.split))
+
+
 def test_the_better_kernel_is_taken_unasked():
     """Wherever both were measured, but for a product of few rows that the generic kernel multiplies as fast."""
     for (problem, _), times in measured().items():
@@ -253,6 +258,8 @@ def test_the_better_kernel_is_taken_unasked():
             rows, columns, depth, H200, activation=epilogue == "gelu", residual=epilogue == "residual"
         )
         taken = "generic" if tile is None else f"hopper {tile}"
+        if tile is not None and tile.fetches and taken not in times:  # then what it was made of
+            taken = next(name for name in times if name == f"hopper {unfetched(tile)}")
         assert times[taken] <= 1.1 * times["generic"], problem
         assert rows < 512 or tile is not None, problem
 
@@ -265,3 +272,22 @@ def test_spare_warps_read_statistics_where_rounds_are_few():
 
     assert tile(2048, "layer").spare_warps
     assert not any(tile(rows, norm).spare_warps for rows, norm in ((8192, "layer"), (2048, None)))
+
+
+def test_a_residual_comes_by_tma_where_that_was_measured():
+    """Not a normalised one, nor into tiles whose K is split."""
+    for (problem, _), times in measured().items():
+        rows, depth, columns, epilogue = shape_of(problem)
+        tile = preferred_hopper_tile(rows, columns, depth, H200, residual=epilogue == "residual")
+        if epilogue != "residual" or tile is None or tile.split > 1:
+            assert tile is None or not tile.fetches
+        elif f"hopper {tile}" in times:
+            assert tile.fetches and times[f"hopper {tile}"] < times[f"hopper {unfetched(tile)}"]
+    found = preferred_hopper_tile(8192, 1024, 1024, H200, residual=True, norm="residual")
+    assert found is not None and not found.fetches
+
+
+def test_64_rows_by_heavy_weights():
+    """Two launches fit the GPU side by side, where they can."""
+    for columns, expected in ((4096, "64x64s6k2small"), (6144, "64x128s8pp"), (28672, "64x64s8pp")):
+        assert str(preferred_hopper_tile(64, columns, 4096, H200)) == expected
