@@ -2,13 +2,14 @@
 
     python bench/varlen.py                        # all cells, about 2 minutes on an H200
     python bench/varlen.py --set ragged --tiles   # with every candidate of tiles
-    python bench/varlen.py --set paged
+    python bench/varlen.py --set paged --variant stages=3   # the choice, and beside it with a field changed
+    python bench/varlen.py --set paged --block-order rising # blocks in memory as in the table
 
 ragged: 32 sequences of random length 16 .. 1024, width 2048, bf16, full and causal, beside FlashAttention-3's
 `flash_attn_varlen_func` (where `flash_attn_interface` imports), the generic kernel, and the dense kernel over as many
 sequences padded to the longest.  paged: whole prompts, and chunks of 512 tokens over 4096, with keys in blocks of 16,
-64 and 128 in random order, beside `cki.attention` on the same keys in a dense tensor; uniform: the same sequences
-packed.  `vs_dense` is the dense kernel's time over ours.  FLOPs count what is visible, without padding.
+64 and 128 in random order (or as `--block-order` says), beside `cki.attention` on the same keys in a dense tensor;
+uniform: the same sequences packed.  `vs_dense` is the dense kernel's time over ours.  FLOPs count what is visible, without padding.
 
 Every call is compared with float64 on some rows of some sequences before it is timed (the bound of the tests); one of
 ours that is wrong ends the program.  All of a cell are replayed in turn (bench/common.py); results/varlen.csv is
@@ -28,11 +29,12 @@ from typing import Any
 
 import common
 import numpy as np
+from attention_hopper import with_field
 
 import cki
 from cki.device import sim_device
 from cki.heuristics.attention import AttentionTiles, choose_tiles
-from cki.heuristics.attention_hopper import HopperTiles
+from cki.heuristics.attention_hopper import HopperTiles, choose_packed_tiles
 from cki.ops import varlen
 from cki.ops.call import call
 from cki.plan import Plan
@@ -51,6 +53,7 @@ class Cell:
     dim: int
     causal: bool
     block: int = 0
+    shuffled: bool = True  # whether the blocks of the cache lie in random order
 
     @property
     def flops(self) -> float:
@@ -68,14 +71,15 @@ class Cell:
 
     def __str__(self) -> str:
         text = f"{self.name} heads={self.heads} head_dim={self.dim}{' causal' if self.causal else ''}"
-        return text + (f" block={self.block}" if self.block else "")
+        text += f" block={self.block}" if self.block else ""
+        return text + ("" if self.shuffled else " rising")
 
 
 def random_lengths() -> tuple[int, ...]:
     return tuple(np.random.default_rng(RNG_SEED).integers(16, 1025, 32).tolist())
 
 
-def cells(which: str) -> list[Cell]:
+def cells(which: str, shuffled: bool = True) -> list[Cell]:
     found = []
     for dim in (64, 128):
         if which in ("ragged", "all"):
@@ -85,7 +89,7 @@ def cells(which: str) -> list[Cell]:
         for block in blocks:
             for queries, keys in ((2048, 2048), (512, 4096)):
                 name = f"8 x {queries} over {keys}"
-                found += [Cell(name, (queries,) * 8, (keys,) * 8, 2048 // dim, dim, True, block)]
+                found += [Cell(name, (queries,) * 8, (keys,) * 8, 2048 // dim, dim, True, block, shuffled)]
     return found
 
 
@@ -122,7 +126,10 @@ def make_inputs(cell: Cell, seed: int) -> Inputs:
     cache, table = None, None
     if cell.block:
         # Lengths are multiples of the block's.
-        order = torch.randperm(sum(cell.keys) // cell.block, generator=generator, device="cuda")
+        count = sum(cell.keys) // cell.block
+        order = torch.randperm(count, generator=generator, device="cuda")
+        if not cell.shuffled:
+            order = torch.arange(count, device="cuda")
         cache = (torch.empty_like(k), torch.empty_like(v))
         cache = tuple(t.view(len(order), cell.block, cell.heads, cell.dim) for t in cache)
         for tensor, blocks in zip((k, v), cache):
@@ -237,14 +244,31 @@ def candidates(dim: int) -> dict[str, HopperTiles]:
     return {f"hopper {tiles}": tiles for tiles in found}
 
 
-def measure(cell: Cell, all_tiles: bool) -> list[dict[str, object]]:
+def chosen_with(cell: Cell, variants: Sequence[str]) -> dict[str, HopperTiles]:
+    """The heuristics' choice with fields changed (`stages=3,ping_pong=False`), by name, as far as it fits an SM."""
+    device = sim_device("sm_90a")  # the sizes of an H200
+    chosen = choose_packed_tiles(
+        sum(cell.queries), len(cell.queries), cell.heads, cell.dim, cell.dim, cell.causal, True, device
+    )
+    varied = [functools.reduce(with_field, text.split(","), chosen) for text in variants]
+    limit = device.shared_memory_per_block
+    return {
+        f"hopper {t}": t
+        for t in varied
+        if t.shared_memory(cell.dim, cell.dim, True) * t.blocks_per_sm <= limit
+    }
+
+
+def measure(cell: Cell, all_tiles: bool, variants_asked: Sequence[str] = ()) -> list[dict[str, object]]:
     """Rows of one cell, all implementations in turn."""
     inputs = common.rotated(lambda seed: (make_inputs(cell, seed),), cell.nbytes, limit=6)
     ours: dict[str, Callable[[Inputs], Any]] = {"cki": cki_call(cell)}
     generic = choose_tiles(
         max(cell.queries), cell.dim, cell.dim, 2, True, sim_device("sm_90a"), bool(cell.block)
     )
-    ours["generic"] = cki_call(cell, generic)
+    if not variants_asked:
+        ours["generic"] = cki_call(cell, generic)
+    ours |= {name: cki_call(cell, tiles) for name, tiles in chosen_with(cell, variants_asked).items()}
     if all_tiles:
         ours |= {name: cki_call(cell, tiles) for name, tiles in candidates(cell.dim).items()}
     for name, run in ours.items():
@@ -281,11 +305,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--set", choices=("ragged", "uniform", "paged", "all"), default="all")
     parser.add_argument("--tiles", action="store_true", help="time every candidate of tiles too")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="FIELD=VALUE[,...]",
+        help="the choice with these fields of HopperTiles changed, beside it; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--block-order", choices=("random", "rising"), default="random")
     options = parser.parse_args(argv)
     common.require_gpu()
     rows: list[dict[str, object]] = []
-    for cell in cells(options.set):
-        rows += measure(cell, options.tiles)
+    for cell in cells(options.set, options.block_order == "random"):
+        rows += measure(cell, options.tiles, options.variant)
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every cell
             common.write_csv("varlen", rows)
         print(f"measured {cell}", flush=True)

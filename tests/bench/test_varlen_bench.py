@@ -22,7 +22,7 @@ def varlen(monkeypatch):
     import varlen
 
     yield varlen
-    for name in ("common", "varlen"):
+    for name in ("common", "varlen", "attention", "attention_hopper"):
         sys.modules.pop(name)
 
 
@@ -53,3 +53,10 @@ def test_a_variant_computes_attention(varlen, name):
         result = varlen.cki_call(cell, varlen.candidates(64)[name] if name else None)(at)
     truth = cki.reference.varlen_attention(**tensors, causal=True)
     assert result is out and np.abs(out - truth).max() < 4e-3
+
+
+def test_variants_are_the_choice_with_fields_changed_where_they_fit(varlen):
+    cell = varlen.cells("paged")[0]
+    found = varlen.chosen_with(cell, ["stages=3", "ping_pong=False,stages=3", "stages=9"])
+    assert [(t.stages, t.ping_pong) for t in found.values()] == [(3, True), (3, False)]
+    assert str(cell) not in {str(c) for c in varlen.cells("paged", shuffled=False)}
