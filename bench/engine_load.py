@@ -8,7 +8,8 @@ step that follows keys written token by token must have the logits of a prefill 
 compute.
 
     texts       greedy texts of SmolLM2 in f32 are those of transformers, 64 tokens on each of 16 prompts
-    prefill     time to the first token of prompts of 1k and 8k tokens
+    prefill     time to the first token of prompts of 1k and 8k tokens, and of what torch.matmul reaches on a large
+                product of the same run (of_gemm: operations a second over those)
     mix         64 requests of 16 to 2048 tokens that bring 16 to 256 each, all submitted at once
     leak        10 000 random requests on a tiny model: no block is lost
 """
@@ -117,6 +118,7 @@ def prefill_rows(name: str, model: DecoderModel) -> Iterator[dict[str, object]]:
     parameters = model.weight_nbytes / model.dtype.itemsize - (1 if c.tie_word_embeddings else 2) * (
         c.vocab_size * c.hidden_size
     )
+    roof = gemm_rate()
     for length in (1024, 8192):
         prompt = np.random.default_rng(length).integers(0, c.vocab_size, length)
         samples = []
@@ -129,8 +131,30 @@ def prefill_rows(name: str, model: DecoderModel) -> Iterator[dict[str, object]]:
         timing = common.summary(samples[1:])
         yield common.row(
             "prefill", f"{name} tokens={length}", model.dtype.name, "cki", timing, flops=flops,
-            tokens_per_s=round(length / timing.median_us * 1e6, 1),
+            tokens_per_s=round(length / timing.median_us * 1e6, 1), gemm_tflop_per_s=round(roof / 1e12, 1),
+            of_gemm=round(flops / timing.median_us * 1e6 / roof, 3),
         )  # fmt: skip
+        print(
+            f"{name} prefill of {length}: {timing.median_us / 1e3:.2f} ms, "
+            f"{flops / timing.median_us * 1e6 / roof:.3f} of matmul's {roof / 1e12:.0f} TFLOP/s",
+            flush=True,
+        )
+
+
+def gemm_rate(rows: int = 8192, depth: int = 4096, columns: int = 12288) -> float:
+    """Operations a second of torch.matmul in bf16 on random numbers."""
+    import torch
+
+    x, w = (torch.randn(n, depth, device="cuda", dtype=torch.bfloat16) for n in (rows, columns))
+    times = []
+    for _ in range(30):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.matmul(x, w.T)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return float(2 * rows * depth * columns / np.median(times[10:]))
 
 
 def mix_rows(name: str, llm: LLM) -> Iterator[dict[str, object]]:

@@ -38,7 +38,8 @@ SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 #: Options of `DecoderPlanner` by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {}, "plain": {"fused": False}, "fused": {"fused": True}, "merged": {"fused": True, "merge_inside": True},
-    "fp8": {"fused": True, "fp8": True}, "fp8_kv": {"fused": True, "fp8": True, "kv_codes": True},
+    "fp8": {"fused": True, "fp8": True}, "fp8_w8a8": {"fused": True, "fp8": True, "w8a16_rows": 0},
+    "fp8_kv": {"fused": True, "fp8": True, "kv_codes": True},
 }  # fmt: skip
 #: Standard deviation of random codes.
 _CODE_SPREAD = 64.0
@@ -93,7 +94,7 @@ def fill_at_random(role: str, tensor: CacheTensor) -> None:
 
 def make_model(
     config: ModelConfig, device: DeviceInfo, *, context: int, sequences: int, dtype: DType = dtypes.bf16,
-    **variant: bool,
+    **variant: Any,
 ) -> DecoderModel:  # fmt: skip
     """Random weights, and a cache of random keys and values that holds so many sequences of `context` tokens."""
     import torch
@@ -150,7 +151,7 @@ def step_kernels(
     batches: Sequence[int],
     device: DeviceInfo,
     dtype: DType = dtypes.bf16,
-    **variant: bool,
+    **variant: Any,
 ) -> list[KernelSpec]:
     """The kernels of decode steps, those of each batch behind those of the one before."""
     geometry = CacheGeometry(MAX_LENGTH // BLOCK_SIZE, BLOCK_SIZE, MAX_LENGTH // BLOCK_SIZE)

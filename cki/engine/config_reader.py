@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cki.encoder_config import ACTIVATIONS, Problems
+from cki.encoder.config import ACTIVATIONS
 from cki.engine.config import ARCHITECTURES, ModelConfig, RopeScaling
 from cki.errors import UnsupportedError
+from cki.problems import Problems
 
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "f32": "f32", "f16": "f16", "bf16": "bf16"}
 _GATED = ("silu", "gelu", "gelu_tanh")

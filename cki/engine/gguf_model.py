@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from cki.encoder_config import Problems
 from cki.engine.config import ModelConfig
 from cki.engine.config_reader import read_config
 from cki.engine.gguf_file import Gguf, GgufTensor
@@ -22,6 +21,7 @@ from cki.engine.names import EMBEDDING, FINAL_NORM, HEAD
 from cki.engine.quantized import Array
 from cki.engine.weights import StoredTensor, WeightFile, matched, widened
 from cki.errors import InvalidArgumentError, UnsupportedError
+from cki.problems import Problems
 
 #: general.architecture that the engine runs; Mistral's files say llama.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from cki import dtypes
-from cki.encoder_config import Problems
 from cki.engine.quantized import BLOCK, Array, QuantizedWeight, dequantize_blocks, scales_shape
 from cki.engine.safetensors_file import RawTensor, read_header
 from cki.engine.weights import StoredTensor, widened
 from cki.errors import InvalidArgumentError, UnsupportedError
+from cki.problems import Problems
 
 _INDEX = "model.safetensors.index.json"
 _SCALES = "_scale_inv"  # after the weight's name

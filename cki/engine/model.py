@@ -23,6 +23,7 @@ from cki.engine.device_memory import DeviceTensors, Readback, StagedTensors, fre
 from cki.engine.device_weights import HasView, ModelWeights
 from cki.engine.program import StepProgram, Workspace
 from cki.engine.step_plan import MAX_ENDS, SAMPLING, CacheGeometry, DecoderPlanner, StepShape
+from cki.heuristics.linear_decode import MAX_TOKENS
 from cki.memory import PagedKVCache
 from cki.memory.views import CacheTensor
 from cki.plan import Plan
@@ -119,13 +120,14 @@ class DecoderModel:
     weights: on that device (`DeviceWeights`); activations and cache are of their type.  cache_nbytes: of keys and
     values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
     graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.  fused,
-    merge_inside, kv_codes: see `DecoderPlanner`.
+    merge_inside, kv_codes, w8a16_rows: see `DecoderPlanner`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
         stream: int | None = None, fused: bool | None = None, merge_inside: bool = False, kv_codes: bool = False,
+        w8a16_rows: int = MAX_TOKENS,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
@@ -134,7 +136,7 @@ class DecoderModel:
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
             config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences,
-            fused, merge_inside, weights.fp8, kv_codes,
+            fused, merge_inside, weights.fp8, kv_codes, w8a16_rows,
         )  # fmt: skip
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()
@@ -281,15 +283,18 @@ class DecoderModel:
         """The compiled step of a shape."""
         program = self._programs.get(shape)
         if program is None:
-            plan = self.plan(shape)
-            memory: dict[str, HasView] = {**self._cache_tensors(), **self._workspace.take(plan)}
-            for group in (self._inputs, self._sampling, self._buffers, self.weights):
-                memory |= dict(group.items())
-            program = StepProgram(plan, self.device, memory)
+            program = self.compiled(self.plan(shape))
             if shape.decode and self._graphs:
                 program.capture()
             self._programs[shape] = program
         return program
+
+    def compiled(self, plan: Plan) -> StepProgram:
+        """Any launches over this model's memory: a step's, or some of them for measurements."""
+        memory: dict[str, HasView] = {**self._cache_tensors(), **self._workspace.take(plan)}
+        for group in (self._inputs, self._sampling, self._buffers, self.weights):
+            memory |= dict(group.items())
+        return StepProgram(plan, self.device, memory)
 
     def _cache_tensors(self) -> dict[str, CacheTensor]:
         names = ("slot_mapping", "positions", "cu_seqlens_q", "seq_lens", "block_table")

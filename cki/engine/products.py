@@ -56,10 +56,12 @@ class Products:
 
     fused: whether norms and gates go into products of few tokens, also of weights that are no codes; None: of small
     ones.  On an H200 a step of SmolLM2's shapes takes 0.57 of the time so; Qwen3-8B's products are slower.
+    w8a16_rows: tokens up to which codes are multiplied in 16 bits, where the device has another way.
     """
 
     device: DeviceInfo
     fused: bool | None
+    w8a16_rows: int = MAX_TOKENS
 
     def project(self, stream: Stream, norm: Norm, weight: Weight, y: Operand) -> tuple[Step, ...]:
         """y = norm(stream) @ w.T + bias."""
@@ -106,7 +108,7 @@ class Products:
     def _few(self, x: Operand, weight: Weight) -> bool:
         """Whether `linear_decode` computes a product."""
         if weight.scales is not None:
-            return x.shape[0] <= MAX_TOKENS or self.device.arch not in _W8A8
+            return x.shape[0] <= self.w8a16_rows or self.device.arch not in _W8A8
         y = dense("y", (x.shape[0], weight.w.shape[0]), x.dtype)
         is_small = weight.w.size * weight.w.dtype.itemsize < MIN_WEIGHT_BYTES
         wanted = is_small if self.fused is None else self.fused

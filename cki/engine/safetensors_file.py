@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from cki import dtypes
 from cki.dtypes import DType
-from cki.encoder_config import Problems
 from cki.engine.mapped_file import MappedFile
 from cki.engine.quantized import Array
 from cki.errors import InvalidArgumentError
+from cki.problems import Problems
 
 _DTYPES: dict[str, DType] = {
     "F64": dtypes.f64, "F32": dtypes.f32, "F16": dtypes.f16, "BF16": dtypes.bf16, "F8_E4M3": dtypes.e4m3,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cki import dtypes
-from cki.encoder_config import Problems
 from cki.engine.config import ModelConfig
 from cki.engine.names import canonical, expected_weights, is_computed
 from cki.engine.quantized import Array, QuantizedWeight
+from cki.problems import Problems
 
 #: Names that a message lists before it only counts.
 _LISTED = 8

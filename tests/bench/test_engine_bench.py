@@ -17,7 +17,7 @@ from cki.engine.model import DecoderModel, ModelLimits
 from tests.engine.tiny import LLAMA, random_weights
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-MODULES = ("common", "engine", "engine_gates", "engine_load", "engine_models")
+MODULES = ("common", "engine", "engine_gates", "engine_load", "engine_models", "engine_kernels")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_the_gate_of_the_load_tells_wrong_steps(bench, monkeypatch):
 @pytest.mark.parametrize(("qk_norm", "fp8"), [(False, False), (True, True)])
 def test_the_gates_of_a_step(bench, monkeypatch, qk_norm, fp8):
     pytest.importorskip("torch")
-    models, gates = bench("engine_models"), bench("engine_gates")
+    models, gates = bench("engine_models", "engine_kernels"), bench("engine_gates")
     config = replace(LLAMA, qk_norm=qk_norm, tie_word_embeddings=not qk_norm)
     model = models.make_model(
         config, sim_device(), context=70, sequences=2, dtype=dtypes.f16, fp8=fp8, kv_codes=fp8
@@ -70,7 +70,7 @@ def test_the_gates_of_a_step(bench, monkeypatch, qk_norm, fp8):
 
 
 def test_the_shapes_are_those_of_the_real_models(bench):
-    models = bench("engine_models")
+    models = bench("engine_models", "engine_kernels")
     large, small = (models.config_of(name) for name in ("qwen3-8b", "smollm2"))
     assert isinstance(large, ModelConfig)
     assert large.qk_norm
@@ -83,3 +83,29 @@ def test_a_row_is_left_out_when_time_is_short(bench):
     assert clock.allows(0.1)
     assert not clock.allows(0.6)
     assert bench("engine").Clock(None).allows(1e9)
+
+
+@pytest.mark.parametrize("variant", [{}, {"fused": True, "merge_inside": True}])
+def test_kernels_alone_are_those_of_the_step(bench, monkeypatch, variant):
+    pytest.importorskip("torch")
+    models, engine, kernels = bench("engine_models"), bench("engine"), bench("engine_kernels")
+    model = models.make_model(LLAMA, sim_device(), context=70, sequences=2, dtype=dtypes.f16, **variant)
+    launched = []
+
+    def replay_time(model, launch, replays):
+        launch()
+        launched.append(launch)
+        return bench("common").Timing(8.0, 7.0, 9.0)
+
+    monkeypatch.setattr(engine, "replay_time", replay_time)
+    plan = model.plan(model.decode_shape(2))
+    rows = list(kernels.kernel_rows("tiny", "default", model, 2, 37, engine.Clock(None)))
+    *singles, total = rows
+    assert len(launched) == len(rows)
+    assert sum(row["launches"] for row in singles) == len(plan.steps) == total["launches"]
+    assert total["median_us"] == 8.0 * len(singles)
+    assert total["sum_over_step"] == len(singles)
+    assert {"advance", "sample"} <= {row["problem"].split()[-1] for row in singles}
+    # Every weight is counted once; the embedding because the head is tied to it.
+    read = sum(kernels.read_bytes(step, 0, model) for step in plan.steps)
+    assert read == sum(tensor.view.size * 2 for _, tensor in model.weights.items())
