@@ -26,13 +26,14 @@ from typing import Any
 
 import common
 import numpy as np
+from decode_variants import CANDIDATES, Variant, parse_variant
 
 import cki
 import cki.reference
 from cki import cache as kernel_cache
 from cki import driver, dtypes
 from cki.device import DeviceInfo
-from cki.heuristics.paged import DecodeConfig, DecodeShape, choose_dealt, choose_decode, choose_groups
+from cki.heuristics.paged import choose_decode
 from cki.operand import dense
 from cki.ops.call import call
 from cki.ops.paged import PAGED_ATTENTION, plan_paged_attention, plan_problem
@@ -146,56 +147,20 @@ def cki_call(counted: bool) -> Run:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A configuration to time.  groups: at most so many; blocks_per_sm: for which registers and shared memory must
-    leave room, without making the grid larger when `cluster`.
-    """
+def variant_call(variant: Variant) -> Run:
+    """The public function with this configuration."""
+    spec = dataclasses.replace(
+        PAGED_ATTENTION,
+        plan=lambda problem, outputs, device: plan_problem(problem, outputs, device, variant.choose),
+    )
 
-    warps: int = 0
-    stages: int = 0
-    blocks_per_sm: int = 1
-    groups: int = 0
-    cluster: bool = False
-    counted: bool = False
+    def run(t: Inputs) -> Any:
+        scales = t.cache[2:] or (None, None)
+        counters = t.counters if variant.counted else None
+        inputs = (t.q, *t.cache[:2], t.table, t.lengths, *scales, None, None, counters)
+        return call(spec, inputs, (None, (-1, -1), 0.0, False, False), (t.out, None))
 
-    def __str__(self) -> str:
-        marks = {f" g{self.groups}": self.groups, " cluster": self.cluster, " counted": self.counted}
-        return "".join((f"{self.warps}w{self.stages}s@{self.blocks_per_sm}", *filter(marks.get, marks)))
-
-    def choose(self, shape: DecodeShape, device: Any) -> DecodeConfig:
-        chosen = choose_decode(shape, device)
-        units = shape.kv_heads * -(-shape.rows // chosen.rows)
-        blocks = device.sm_count * (1 if self.cluster else self.blocks_per_sm)
-        if self.groups:
-            blocks = min(blocks, self.groups * units)
-        groups, together = choose_groups(units, self.warps, shape.positions, blocks)
-        dealt, groups = choose_dealt(shape, units, groups, together)
-        return dataclasses.replace(
-            chosen, warps=self.warps, stages=self.stages, min_blocks=self.blocks_per_sm, groups=groups,
-            together=together, dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=self.cluster,
-        )  # fmt: skip
-
-    def run(self) -> Run:
-        """The public function with this configuration."""
-        spec = dataclasses.replace(
-            PAGED_ATTENTION,
-            plan=lambda problem, outputs, device: plan_problem(problem, outputs, device, self.choose),
-        )
-
-        def run(t: Inputs) -> Any:
-            scales = t.cache[2:] or (None, None)
-            counters = t.counters if self.counted else None
-            inputs = (t.q, *t.cache[:2], t.table, t.lengths, *scales, None, None, counters)
-            return call(spec, inputs, (None, (-1, -1), 0.0, False, False), (t.out, None))
-
-        return run
-
-
-def candidates() -> list[Variant]:
-    """Configurations worth timing; those that do not fit a cell are refused at their launch and left out."""
-    clusters = (Variant(*shape, groups=8, cluster=True) for shape in ((4, 6, 1), (8, 3, 1), (12, 2, 1)))
-    return [Variant(8, 3, 1), *clusters]
+    return run
 
 
 def compile_kernels(cell: Cell, variant: Variant | None, counted: bool, device: DeviceInfo) -> None:
@@ -216,12 +181,12 @@ def compile_kernels(cell: Cell, variant: Variant | None, counted: bool, device: 
         kernel_cache.get(step.kernel, device.arch)
 
 
-def compile_ahead(cells: Sequence[Cell], tune: bool) -> None:
+def compile_ahead(cells: Sequence[Cell], tune: Sequence[Variant]) -> None:
     """All kernels that the cells need, side by side."""
     device = driver.device_info(0)
     wanted: list[tuple[Cell, Variant | None, bool]] = []
     wanted += [(cell, None, counted) for cell in cells for counted in (False, True)]
-    wanted += [(cell, variant, variant.counted) for cell in cells for variant in candidates() if tune]
+    wanted += [(cell, variant, variant.counted) for cell in cells for variant in tune]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = [pool.submit(compile_kernels, *arguments, device) for arguments in wanted]
         for job in jobs:
@@ -282,7 +247,7 @@ def check(cell: Cell, run: Run, inputs: Inputs, what: str) -> None:
             raise SystemExit(f"{what}: {cell}: error {error:.3g}, allowed {limit:.3g}")
 
 
-def measure(cell: Cell, tune: bool) -> list[dict[str, object]]:
+def measure(cell: Cell, tune: Sequence[Variant]) -> list[dict[str, object]]:
     """Rows of the result for one cell."""
     dense = cell.kv == "bf16" and not cell.skew and cell.queries == 1
     inputs = common.rotated(lambda seed: (make_inputs(cell, seed, dense),), cell.nbytes, limit=16)
@@ -292,13 +257,13 @@ def measure(cell: Cell, tune: bool) -> list[dict[str, object]]:
         variants["cki one table"] = lambda t: cki_call(False)(
             dataclasses.replace(t, table=first.table, lengths=first.lengths)
         )
-    for variant in candidates() if tune else ():
+    for variant in tune:
         try:
-            variant.run()(inputs[0][0])
+            variant_call(variant)(inputs[0][0])
         except (cki.CkiError, AssertionError) as error:
             print(f"left out {variant}: {str(error).splitlines()[0]}")
             continue
-        variants[str(variant)] = variant.run()
+        variants[str(variant)] = variant_call(variant)
     for name, run in variants.items():
         check(cell, run, inputs[0][0], name)
     peers: dict[str, Run | None] = {"cudnn dense": cudnn_call if dense else None}
@@ -380,16 +345,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--set", nargs="+", choices=[*SETS, "append"], default=["grid", "append"])
     parser.add_argument("--cell", action="append", help="BATCHxCONTEXT[:name=value,...]; instead of sets")
-    parser.add_argument("--tune", action="store_true", help="time every configuration")
+    parser.add_argument("--tune", action="store_true", help="time other configurations, too")
+    parser.add_argument(
+        "--variant", action="append", type=parse_variant, help="8w3s@1, '4w6s@1 g8 cluster': --tune of these"
+    )
     options = parser.parse_args(argv)
     common.require_gpu()
     cells = [parse(text) for text in options.cell or ()]
     sets = [] if cells else options.set
     cells += [cell for name in sets for cell in SETS.get(name, ())]
-    compile_ahead(cells, options.tune)
+    tune = options.variant or (CANDIDATES if options.tune else ())
+    compile_ahead(cells, tune)
     rows = []
     for cell in cells:
-        rows += measure(cell, options.tune)
+        rows += measure(cell, tune)
         print(f"measured {cell} {cell.kv}", flush=True)
     if "append" in sets:
         rows += measure_append()
