@@ -11,6 +11,7 @@ not have (the lse where it was not asked for) is an empty bool tensor, a dtype t
 from __future__ import annotations
 
 import contextlib
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ _REQUIRED = -(2**31)
 def schema(spec: OpSpec) -> str:
     """The operator's schema: tensors by position or name, attributes by name."""
     inputs = [
-        _input_schema(item, spec.inputs[index + 1 :], "abcdefgh"[index % 8])
+        _input_schema(item, spec.inputs[index + 1 :], string.ascii_lowercase[index % 26])
         for index, item in enumerate(spec.inputs)
     ]
     attributes = [_attribute_schema(attribute) for attribute in spec.attributes]
@@ -45,7 +46,8 @@ def schema(spec: OpSpec) -> str:
 
 
 def _input_schema(item: Input, later: Sequence[Input], alias: str) -> str:
-    kind = f"Tensor({alias}!)" if item.written else "Tensor"
+    # Of what is written where it has so many axes, a schema can only say that it may be.
+    kind = f"Tensor({alias}!)" if item.written or item.written_axes is not None else "Tensor"
     if not item.optional:
         return f"{kind} {item.name}"
     # In a schema, as in Python, nothing without a default follows a default.

@@ -109,6 +109,7 @@ def test_schemas():
     )
     assert "int num_heads, int head_dim, int? num_kv_heads=None" in schema(specs["fused_attention"])
     assert "Tensor(c!) k_cache, Tensor(d!) v_cache" in schema(specs["append_kv"])
+    assert "Tensor(k!)? k_scale=None, Tensor(l!)? v_scale=None" in schema(specs["append_kv"])
     assert "Tensor? residual, Tensor seed" in schema(
         specs["dropout_add"]
     )  # no default before what is required
@@ -122,6 +123,39 @@ def test_opcheck(name):
         checks += ["test_aot_dispatch_dynamic", "test_autograd_registration"]
     with cki.device("sim"):
         torch.library.opcheck(OPERATORS[name], arguments, attributes, test_utils=checks)
+
+
+def eight_bit_caches():
+    """Empty caches of codes, and a scale a token, which `append_kv` writes too."""
+    return (*torch.zeros(2, 2, 4, 2, 16, dtype=torch.float8_e4m3fn), *torch.zeros(2, 2, 4, 2))
+
+
+def test_scales_of_tokens_are_known_to_be_written(monkeypatch):
+    """A schema cannot say that scales of heads are only read: they pass as well."""
+    allclose = torch.allclose  # by which opcheck sees what was written; it knows no 8-bit floats
+    monkeypatch.setattr(torch, "allclose", lambda a, b, **named: allclose(a.float(), b.float(), **named))
+    k, slots = normal(3, 2, 16), torch.tensor([0, 1, 6])
+
+    def model(k, k_cache, v_cache, k_scale, v_scale):
+        before = k_scale.sum()
+        cki.append_kv(k, 2 * k, (k_cache, v_cache, k_scale, v_scale), slots)
+        return before, k_scale + v_scale
+
+    with cki.device("sim"), torch.inference_mode():
+        k_cache, v_cache, *of_tokens = eight_bit_caches()
+        of_heads = torch.ones(2), torch.ones(2)
+        for scales in (of_tokens, of_heads):
+            arguments = (k, k, k_cache, v_cache, slots)
+            named = {"k_scale": scales[0], "v_scale": scales[1]}
+            torch.library.opcheck(
+                OPERATORS["append_kv"], arguments, named, test_utils=("test_schema", "test_faketensor")
+            )
+        written, found = eight_bit_caches(), eight_bit_caches()
+        wanted = model(k, *written)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert same(compiled(k, *found), wanted)
+    assert wanted[0] == 0 and written[2].any()
+    assert same(found, written)
 
 
 def test_an_absent_output_is_an_empty_bool_tensor():
