@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cki.encoder import Encoder as Encoder
-    from cki.encoder_prepare import prepare as prepare
+    from cki.encoder.prepare import prepare as prepare
     from cki.graph import Graph as Graph
     from cki.graph import capture as capture
     from cki.loader import TensorMap as TensorMap
@@ -62,7 +62,7 @@ _HOME = {
     "quantize_fp8": "ops.pointwise_quantize", "dropout_add": "ops.pointwise_dropout",
     "layer_norm_quantize": "ops.norm_quantize", "rms_norm_quantize": "ops.norm_quantize",
     "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder", "encoder_layers": "ops.encoder_stack",
-    "Encoder": "encoder", "prepare": "encoder_prepare",
+    "Encoder": "encoder", "prepare": "encoder.prepare",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from cki.plan import Step
 
 
 class FusedNorm(NamedTuple):
-    """The norm in front of a block, in the block's products (`cki.encoder_prepare`).
+    """The norm in front of a block, in the block's products (`cki.encoder.prepare`).
 
     w, bias: of the first product, with the norm's weights in them; w's columns sum to zero.
     gamma, last_bias: of a post-LN block, whose residual is normalised too: the norm's weight, and the last product's

@@ -66,7 +66,7 @@ def encoder_spec(layers: int) -> OpSpec:
 
     Attributes are those of `encoder_layer`, and: padding_id, RoBERTa's rule for positions, or None to count from 0;
     pooling, one of POOLINGS; normalize, of the pooled vector.  The weights were checked when the model was made
-    (`cki.encoder_weights`): the rules here are those of the call.
+    (`cki.encoder.weights`): the rules here are those of the call.
     """
     return OpSpec(
         name="encoder",

@@ -16,7 +16,7 @@ from cki.reference.encoder import encoder_layer
 from cki.reference.norm import layer_norm
 
 if TYPE_CHECKING:
-    from cki.encoder_config import EncoderConfig
+    from cki.encoder.config import EncoderConfig
 
 Array = NDArray[Any]
 Result = NDArray[np.float64]

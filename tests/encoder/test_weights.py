@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cki
-from cki.encoder_names import canonical
+from cki.encoder.names import canonical
 from cki.errors import InvalidArgumentError, InvalidTypeError
 
 H, HEADS, INNER, WORDS, POSITIONS = 8, 2, 12, 11, 7

@@ -13,7 +13,7 @@ import cki
 import cki.sim
 from cki import dtypes, reference
 from cki.device import sim_device
-from cki.encoder_prepare import fold_layer_norm
+from cki.encoder.prepare import fold_layer_norm
 from cki.errors import UnsupportedError
 from cki.heuristics.linear_hopper import CANDIDATES, STATISTICS_COLUMNS, HopperTile, norm_fits
 from cki.operand import dense

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cki.encoder_config import Problems
 from cki.ops.encoder_model import LAYER_MATRICES
+from cki.problems import Problems
 
 _WORDS = "embeddings.word_embeddings.weight"
 _MODEL = {

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from cki import dtypes
 from cki.adapter import adapter_of
 from cki.dtypes import DType
-from cki.encoder_config import EncoderConfig, Problems, Settings
-from cki.encoder_names import NamedWeights, find_names, layout_of
-from cki.encoder_prepare import convert
+from cki.encoder.config import EncoderConfig, Settings
+from cki.encoder.names import NamedWeights, find_names, layout_of
+from cki.encoder.prepare import convert
 from cki.errors import CkiError, InvalidTypeError
 from cki.ops.encoder_model import LAYER_VECTORS
+from cki.problems import Problems
 from cki.tensor import TensorView
 
 _FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
@@ -45,7 +46,7 @@ def read_weights(
         isinstance(ignore, Sequence) and all(isinstance(start, str) for start in ignore)
     ):
         raise InvalidTypeError(f"ignore is {ignore!r}, not a sequence of str", hint='ignore=("classifier.",)')
-    problems = Problems()
+    problems = Problems("these weights make no encoder")
     settings = Settings(config, arguments, problems)
     names = find_names(weights, ignore, settings.pre_ln, problems)
     tensors, views = _read(names, weights, dtype, problems)

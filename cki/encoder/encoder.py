@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from cki import config as settings
 from cki import dtypes
 from cki.adapter import adapter_of
-from cki.encoder_config import EncoderConfig
-from cki.encoder_forward import Forward
-from cki.encoder_prepare import fuse_post_norms, prepare_layer
-from cki.encoder_weights import EncoderWeights, read_weights
+from cki.encoder.config import EncoderConfig
+from cki.encoder.forward import Forward
+from cki.encoder.prepare import fuse_post_norms, prepare_layer
+from cki.encoder.weights import EncoderWeights, read_weights
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.operand import dense
 from cki.ops.embedding import validate_ids
@@ -33,7 +33,7 @@ from cki.ops.validate import shape_of
 from cki.tensor import TensorView
 
 if TYPE_CHECKING:
-    from cki.encoder_graphs import EncoderGraphs
+    from cki.encoder.graphs import EncoderGraphs
 
 Pooling = Literal["mean", "first"]
 
@@ -41,7 +41,7 @@ Pooling = Literal["mean", "first"]
 class Encoder:
     """An encoder of the BERT family: embeddings, transformer layers in either norm order, last hidden state.
 
-    config: its numbers (`cki.encoder_config.EncoderConfig`).  dtype: of the activations, as of the weights ("f16").
+    config: its numbers (`cki.encoder.config.EncoderConfig`).  dtype: of the activations, as of the weights ("f16").
     May be called from several threads.  Made by `from_weights`.
     """
 
@@ -64,7 +64,7 @@ class Encoder:
         """An encoder on the weights of a state dict.
 
         weights: names to tensors of torch, NumPy, CuPy, JAX, or variables of TensorFlow, with the names of Hugging
-            Face's BERT, RoBERTa and their relatives (`cki.encoder_names`), under any prefix.  Used where they lie, not
+            Face's BERT, RoBERTa and their relatives (`cki.encoder.names`), under any prefix.  Used where they lie, not
             copied; never changed.  f32, f16 or bf16; vectors may be f32 beside 16-bit matrices.
         config: Hugging Face's configuration, an object or the dict of config.json.  What is given by name wins:
         num_heads: attention heads; the one number that weights do not tell.
@@ -217,7 +217,7 @@ class Encoder:
         like: a tensor of the framework (torch, CuPy; on the simulated device also NumPy) and device that the inputs
             will be of; default that of the weights.
         """
-        from cki.encoder_graphs import EncoderGraphs
+        from cki.encoder.graphs import EncoderGraphs
 
         return EncoderGraphs(
             self, buckets, pooling=pooling, normalize=normalize, padding=padding, token_types=token_types,

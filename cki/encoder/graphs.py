@@ -19,7 +19,7 @@ from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from cki.encoder import Encoder
+    from cki.encoder.encoder import Encoder
 
 _CAPTURABLE = ("numpy", "cupy", "torch")
 #: Element types of ids and lengths, and of a padding mask.
