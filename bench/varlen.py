@@ -9,7 +9,8 @@ ragged: 32 sequences of random length 16 .. 1024, width 2048, bf16, full and cau
 `flash_attn_varlen_func` (where `flash_attn_interface` imports), the generic kernel, and the dense kernel over as many
 sequences padded to the longest.  paged: whole prompts, and chunks of 512 tokens over 4096, with keys in blocks of 16,
 64 and 128 in random order (or as `--block-order` says), beside `cki.attention` on the same keys in a dense tensor;
-uniform: the same sequences packed.  `vs_dense` is the dense kernel's time over ours.  FLOPs count what is visible, without padding.
+uniform: the same sequences packed.  `vs_dense` is the dense kernel's time over ours.  FLOPs count what is visible,
+without padding.
 
 Every call is compared with float64 on some rows of some sequences before it is timed (the bound of the tests); one of
 ours that is wrong ends the program.  All of a cell are replayed in turn (bench/common.py); results/varlen.csv is
@@ -25,6 +26,7 @@ import functools
 import importlib
 import io
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import common
@@ -32,10 +34,14 @@ import numpy as np
 from attention_hopper import with_field
 
 import cki
+from cki import cache, dtypes
 from cki.device import sim_device
 from cki.heuristics.attention import AttentionTiles, choose_tiles
 from cki.heuristics.attention_hopper import HopperTiles, choose_packed_tiles
+from cki.kernel import KernelSpec
+from cki.operand import dense
 from cki.ops import varlen
+from cki.ops.attention import PackedSequences, plan_attention
 from cki.ops.call import call
 from cki.plan import Plan
 
@@ -259,6 +265,26 @@ def chosen_with(cell: Cell, variants: Sequence[str]) -> dict[str, HopperTiles]:
     }
 
 
+def compile_ahead(all_cells: Sequence[Cell], variants: Sequence[str]) -> None:
+    """Fills the cache with the Hopper kernels, several at a time."""
+    device = sim_device("sm_90a")
+    kernels: dict[KernelSpec, None] = {}
+    for cell in all_cells:
+        q = dense("q", (1, sum(cell.queries), cell.heads, cell.dim), dtypes.bf16)
+        count, own = len(cell.queries), (sum(cell.keys), cell.heads, cell.dim)
+        k = dense(
+            "k", (1, *own) if not cell.block else (own[0] // cell.block, cell.block, *own[1:]), dtypes.bf16
+        )
+        offsets, lengths = (dense(name, (count + 1,), dtypes.i32) for name in ("offsets", "lengths"))
+        table = dense("table", (count, max(cell.keys) // cell.block), dtypes.i32) if cell.block else None
+        packed = PackedSequences(offsets, lengths, table, max(cell.queries))
+        for tiles in (None, *chosen_with(cell, variants).values()):
+            steps = plan_attention(q, k, k, q, device=device, causal=cell.causal, packed=packed, tiles=tiles)
+            kernels |= dict.fromkeys(step.kernel for step in steps)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda kernel: cache.get(kernel, "sm_90a"), kernels))
+
+
 def measure(cell: Cell, all_tiles: bool, variants_asked: Sequence[str] = ()) -> list[dict[str, object]]:
     """Rows of one cell, all implementations in turn."""
     inputs = common.rotated(lambda seed: (make_inputs(cell, seed),), cell.nbytes, limit=6)
@@ -313,7 +339,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     common.require_gpu()
     rows: list[dict[str, object]] = []
-    for cell in cells(options.set, options.block_order == "random"):
+    wanted = cells(options.set, options.block_order == "random")
+    compile_ahead(wanted, options.variant)
+    for cell in wanted:
         rows += measure(cell, options.tiles, options.variant)
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every cell
             common.write_csv("varlen", rows)
