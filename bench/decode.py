@@ -9,8 +9,9 @@ Blocks of the cache are in random order, queries are one token a sequence.  GB/s
 once.  `cki` merges the blocks' parts in clusters or a second launch, `cki counters` instead of the latter in the block
 that arrives last.  `cki one table` (--tune) takes lengths and tables from L2, where a model's layers before have left
 them.  cuDNN reads a dense cache through torch's SDPA, FlashAttention-3 the same blocks.  `vs_` columns are the others'
-time over ours.  The very call that is timed is first compared with float64 on some sequences and heads, with the bound
-of the tests; one that is wrong ends the program.  Set `append` times `append_kv` for 64 sequences, checked likewise.
+time over ours, `of_read` our rate over that of reading alone in the same run (read_rate.py).  The very call that is
+timed is first compared with float64 on some sequences and heads, with the bound of the tests; one that is wrong ends
+the program.  Set `append` times `append_kv` for 64 sequences, checked likewise.
 Method: CUDA graph replays over inputs that together exceed the L2 cache three times, in turn (bench/common.py).
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 import common
 import numpy as np
 from decode_variants import CANDIDATES, Variant, parse_variant
+from read_rate import read_rate
 
 import cki
 import cki.reference
@@ -247,8 +249,8 @@ def check(cell: Cell, run: Run, inputs: Inputs, what: str) -> None:
             raise SystemExit(f"{what}: {cell}: error {error:.3g}, allowed {limit:.3g}")
 
 
-def measure(cell: Cell, tune: Sequence[Variant]) -> list[dict[str, object]]:
-    """Rows of the result for one cell."""
+def measure(cell: Cell, tune: Sequence[Variant], read: float) -> list[dict[str, object]]:
+    """Rows of the result for one cell.  read: the rate of reading, GB/s."""
     dense = cell.kv == "bf16" and not cell.skew and cell.queries == 1
     inputs = common.rotated(lambda seed: (make_inputs(cell, seed, dense),), cell.nbytes, limit=16)
     variants: dict[str, Run] = {"cki": cki_call(False), "cki counters": cki_call(True)}
@@ -282,7 +284,16 @@ def measure(cell: Cell, tune: Sequence[Variant]) -> list[dict[str, object]]:
                 if p in present
             }
         rows.append(
-            common.row("paged_attention", str(cell), cell.kv, name, timing, nbytes=cell.nbytes, **ratios)
+            common.row(
+                "paged_attention",
+                str(cell),
+                cell.kv,
+                name,
+                timing,
+                nbytes=cell.nbytes,
+                of_read=round(cell.nbytes / timing.median_us / 1e3 / read, 3),
+                **ratios,
+            )
         )
     return rows
 
@@ -356,9 +367,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells += [cell for name in sets for cell in SETS.get(name, ())]
     tune = options.variant or (CANDIDATES if options.tune else ())
     compile_ahead(cells, tune)
+    read = read_rate()
     rows = []
     for cell in cells:
-        rows += measure(cell, tune)
+        rows += measure(cell, tune, read)
         print(f"measured {cell} {cell.kv}", flush=True)
     if "append" in sets:
         rows += measure_append()
