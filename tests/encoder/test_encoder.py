@@ -175,6 +175,29 @@ def test_memory_does_not_grow_with_layers_and_grows_linearly_with_tokens():
     assert c <= 65536 * (5 * 48 * 2 + 5) + 4096
 
 
+@pytest.mark.gpu
+def test_peak_memory_grows_linearly_up_to_32768_tokens():
+    """What torch's allocator gives a call of a prepared encoder: the result, and about five tensors like it."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    hidden, peaks = CONFIG["hidden_size"], {}
+    _, state = random_model(CONFIG)
+    state["embeddings.position_embeddings.weight"] = np.zeros((32768, hidden))
+    weights = {name: torch.from_numpy(value.astype(np.float16)).cuda() for name, value in state.items()}
+    encoder = cki.Encoder.from_weights(weights, {**CONFIG, "max_position_embeddings": 32768}).prepare()
+    for seq in (8192, 16384, 32768):
+        ids = torch.zeros(1, seq, dtype=torch.int64, device="cuda")
+        encoder(ids)  # loads kernels
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        encoder(ids)
+        torch.cuda.synchronize()
+        peaks[seq] = torch.cuda.max_memory_allocated() - before
+    assert peaks[16384] <= 2 * peaks[8192] + 4096 and peaks[32768] <= 2 * peaks[16384] + 4096
+    assert peaks[32768] <= 32768 * (7 * hidden * 2) + 4096
+
+
 def test_a_forward_pass_is_seven_launches_a_layer_and_two_more(device):
     _, state = random_model(CONFIG)
     encoder = cki.Encoder.from_weights(on(device, state, np.float16), CONFIG)
