@@ -22,149 +22,21 @@ from typing import Any, NamedTuple
 import common
 import ml_dtypes
 import numpy as np
+from pointwise_ops import HEAD_DIM, OPS
 
-from cki import reference
 from cki.device import cuda_device
 from cki.heuristics.norm import RowConfig, RowShape, candidates
 from cki.heuristics.pointwise import TileConfig, tile_config
 from cki.ops.call import call
-from cki.ops.norm_quantize import RMS_NORM_QUANTIZE, plan_norm_quantize
-from cki.ops.pointwise import BIAS_ACTIVATION, GATED_ACTIVATION, plan_bias_activation, plan_gated_activation
-from cki.ops.pointwise_dropout import DROPOUT_ADD, plan_dropout_add
-from cki.ops.pointwise_quantize import QUANTIZE_FP8, plan_quantize_fp8
-from cki.ops.pointwise_softmax import SOFTMAX, plan_softmax
-from cki.ops.spec import OpSpec
+from cki.ops.pointwise_dropout import DROPOUT_ADD
+from cki.ops.pointwise_quantize import QUANTIZE_FP8
 from cki.plan import Plan
 
 SHAPES = ((16384, 1024), (16384, 4096), (16384, 14336), (64, 4096))
 NUMPY = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_P = 0.1
 
 Inputs = Sequence[Any]
-
-
-class Op(NamedTuple):
-    """One operation to measure.
-
-    spec, attributes: how CKI is called, with the tensors that `make` gives, then the outputs.
-    inputs: of what kind each tensor is: x, wide (twice the width), vector, bits (seed, offset), one (a scale), None.
-    outputs: of what kind: y, codes, rows (a scale each), blocks.
-    torch: the same, on the inputs.  expected: outputs in float64 of chosen rows.
-    plan: the steps of one problem with a given configuration.
-    """
-
-    spec: OpSpec
-    attributes: tuple[Any, ...]
-    inputs: tuple[str | None, ...]
-    outputs: tuple[str, ...]
-    torch: Callable[..., object]
-    expected: Callable[..., Any]
-    plan: Callable[..., Any]
-
-
-def _functional() -> Any:
-    import torch
-
-    return torch.nn.functional
-
-
-def _torch_gated(x: Any, activation: str, layout: str) -> object:
-    gate, up = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
-    return getattr(_functional(), activation)(gate) * up
-
-
-def _torch_quantize(x: Any, block: int) -> object:
-    import torch
-
-    blocks = x.float().view(x.shape[0], -1, block)
-    scale = blocks.abs().amax(-1, keepdim=True) / 448.0
-    return (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-
-def _torch_quantize_tensor(x: Any, scale: Any) -> object:
-    import torch
-
-    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def _torch_add_rms_norm_quantize(x: Any, weight: Any, residual: Any) -> object:
-    total = x + residual
-    return _torch_quantize(_functional().rms_norm(total, total.shape[-1:], weight, 1e-6), x.shape[-1]), total
-
-
-def _gated(activation: str, layout: str) -> Op:
-    options: dict[str, Any] = {"activation": activation, "layout": layout}
-    return Op(
-        GATED_ACTIVATION, (activation, layout), ("wide", None), ("y",),
-        lambda x, _: _torch_gated(x, **options),
-        lambda x, _: (reference.gated_activation(x, **options),),
-        lambda p, o, d, c: plan_gated_activation(p["x"], p.get("bias"), o["out"], d, **options, config=c),
-    )  # fmt: skip
-
-
-def _quantize(granularity: str, scale: str) -> Op:
-    def plan(problem: Any, outputs: Any, device: Any, config: Any) -> Any:
-        scales = outputs["scale_out"] if granularity != "tensor" else problem["scale"]
-        return plan_quantize_fp8(
-            problem["x"], outputs["out"], scales, device, granularity=granularity, config=config
-        )
-
-    def expected(x: Any, given: Any) -> Any:
-        found = reference.quantize_fp8(x, scale=given, granularity=granularity)
-        return found if isinstance(found, tuple) else (found,)
-
-    tensor = granularity == "tensor"
-    torch_calls: dict[str, Callable[..., object]] = {
-        "row": lambda x, _: _torch_quantize(x, x.shape[-1]), "block128": lambda x, _: _torch_quantize(x, 128),
-        "tensor": _torch_quantize_tensor,
-    }  # fmt: skip
-    return Op(
-        QUANTIZE_FP8, (granularity, "e4m3"), ("x", "one" if tensor else None),
-        ("codes",) if tensor else ("codes", scale), torch_calls[granularity], expected, plan,
-    )  # fmt: skip
-
-
-OPS: dict[str, Op] = {
-    "swiglu": _gated("silu", "gate_first"),
-    "swiglu_interleaved": _gated("silu", "interleaved"),
-    "geglu": _gated("gelu", "gate_first"),
-    "bias_gelu": Op(
-        BIAS_ACTIVATION, ("gelu",), ("x", "vector", None), ("y",), lambda x, bias, _: _functional().gelu(x + bias),
-        lambda x, bias, _: (reference.bias_activation(x, bias),),
-        lambda p, o, d, c: plan_bias_activation(p["x"], p["bias"], o["out"], d, config=c),
-    ),
-    "silu_multiply": Op(
-        BIAS_ACTIVATION, ("silu",), ("x", None, "x"), ("y",), lambda x, _, up: _functional().silu(x) * up,
-        lambda x, _, up: (reference.bias_activation(x, activation="silu", multiplier=up),),
-        lambda p, o, d, c: plan_bias_activation(
-            p["x"], None, o["out"], d, activation="silu", multiplier=p["multiplier"], config=c
-        ),
-    ),
-    "softmax": Op(
-        SOFTMAX, (1.0,), ("x", None), ("y",), lambda x, _: _functional().softmax(x, -1),
-        lambda x, _: (reference.softmax(x),), lambda p, o, d, c: plan_softmax(p["x"], None, o["out"], d, config=c),
-    ),
-    "quantize_row": _quantize("row", "rows"),
-    "quantize_block128": _quantize("block128", "blocks"),
-    "quantize_tensor": _quantize("tensor", ""),
-    "add_rms_norm_quantize": Op(
-        RMS_NORM_QUANTIZE, ("row", "e4m3", 1e-6, "unrounded", 0.0), ("x", "vector", "x"), ("codes", "rows", "y"),
-        _torch_add_rms_norm_quantize, lambda x, w, residual: reference.rms_norm_quantize(x, w, residual=residual),
-        lambda p, o, d, c: plan_norm_quantize(
-            p["x"], (p["weight"], None), o["out"], o["scale_out"], d, centred=False, residual=p["residual"],
-            residual_out=o["residual_out"], normalize="unrounded", config=c,
-        ),
-    ),
-    "dropout_add": Op(
-        DROPOUT_ADD, (_P,), ("x", "x", "bits", "bits"), ("y",),
-        lambda x, residual, *_: _functional().dropout(x, _P) + residual,
-        lambda x, residual, seed, offset: (reference.dropout_add(x, residual, _P, seed, offset),),
-        lambda p, o, d, c: plan_dropout_add(
-            p["x"], p["residual"], p["seed"], p["offset"], o["out"], d, p=_P, config=c
-        ),
-    ),
-}  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -181,6 +53,7 @@ class Problem(NamedTuple):
         itemsize, blocks = NUMPY[self.dtype].itemsize, -(-self.width // 128)
         a_row: dict[str, int] = {
             "x": self.width * itemsize, "wide": 2 * self.width * itemsize, "y": self.width * itemsize,
+            "heads": self.width * itemsize, "heads_out": self.width * itemsize, "positions": 8,
             "codes": self.width, "rows": 4, "blocks": 4 * blocks,
         }  # fmt: skip
         op = OPS[self.op]
@@ -189,16 +62,18 @@ class Problem(NamedTuple):
     @property
     def in_rows(self) -> bool:
         """Whether the kernel holds whole rows (a RowConfig), not tiles of them (a TileConfig)."""
-        return self.op in ("softmax", "quantize_row", "add_rms_norm_quantize")
+        return self.op in ("softmax", "quantize_row") or "norm" in self.op
 
 
 def configurations(problem: Problem, device: Any) -> list[RowConfig | TileConfig]:
-    """The choice for dense rows, then what else may be worth measuring."""
+    """The choice for dense rows, then what else may be worth measuring; none where the operation has no others."""
+    op = OPS[problem.op]
+    if op.plan is None:
+        return []
     itemsize = NUMPY[problem.dtype].itemsize
     size = 16 // itemsize
     while problem.width % size:
         size //= 2
-    op = OPS[problem.op]
     if problem.in_rows:
         norm = "vector" in op.inputs
         shape = RowShape(
@@ -207,10 +82,11 @@ def configurations(problem: Problem, device: Any) -> list[RowConfig | TileConfig
             size,
             itemsize,
             inputs=op.inputs.count("x"),
-            weights=int(norm),
+            weights=op.inputs.count("vector"),
             centred=norm,
         )
-        return [config for config in candidates(shape, device) if not config.prefetch]
+        least = 32 if "blocks" in op.outputs else 1
+        return [c for c in candidates(shape, device) if not c.prefetch and c.threads_per_row >= least]
     inputs = 2 if "wide" in op.inputs or op.inputs.count("x") == 2 else 1
     few = 4 if "vector" in op.inputs or op.spec in (QUANTIZE_FP8, DROPOUT_ADD) else 5
     lanes = 128 // size if problem.op == "quantize_block128" else 1
@@ -259,9 +135,12 @@ def cki_call(problem: Problem, config: RowConfig | TileConfig | None) -> Callabl
     op = OPS[problem.op]
     spec = op.spec
     if config is not None:
+        planned = op.plan
+        if planned is None:
+            raise ValueError(f"{problem.op} has no configurations")
 
         def plan(found: Any, outputs: Any, device: Any) -> Plan:
-            return Plan(op.plan(found, outputs, device, config))
+            return Plan(planned(found, outputs, device, config))
 
         spec = dataclasses.replace(spec, plan=plan)
 
@@ -295,6 +174,9 @@ def make_inputs(problem: Problem, seed: int) -> tuple[Any, ...]:
 
     makers: dict[str | None, Callable[[], Any]] = {
         None: lambda: None, "x": lambda: normal(rows, width), "wide": lambda: normal(rows, 2 * width),
+        "heads": lambda: normal(rows, width // HEAD_DIM, HEAD_DIM),
+        "heads_out": lambda: empty(width, dtype).view(rows, -1, HEAD_DIM),
+        "positions": lambda: torch.arange(rows, device="cuda"),
         "vector": lambda: normal(width), "bits": lambda: torch.tensor([seed], device="cuda"),
         "one": lambda: torch.tensor([0.01], device="cuda"), "y": lambda: empty(width, dtype),
         "codes": lambda: empty(width, torch.float8_e4m3fn), "rows": lambda: empty(1, torch.float32),
@@ -321,9 +203,9 @@ def check(problem: Problem, run: Callable[..., object], tensors: Inputs, what: s
     def host(tensor: Any, kind: str | None) -> Any:
         if tensor is None:
             return None
-        if kind in ("x", "wide", "y", "codes", "rows", "blocks"):
+        if kind not in ("vector", "one", "bits"):
             tensor = tensor[:picked]
-        if kind == "bits":
+        if kind in ("bits", "positions"):
             return tensor.cpu().numpy()
         return tensor.float().cpu().numpy().astype(np.float64)
 
@@ -352,7 +234,10 @@ def measure(problem: Problem, tries: Sequence[str], sweep: bool) -> list[dict[st
 
     tensors = common.rotated(functools.partial(make_inputs, problem), problem.nbytes)
     known = configurations(problem, cuda_device(cupy.cuda.Device().id))
-    others = [*(known[1:] if sweep else []), *(overridden(known[0], problem.width, text) for text in tries)]
+    others = [
+        *(known[1:] if sweep else []),
+        *(overridden(c, problem.width, t) for c in known[:1] for t in tries),
+    ]
     variants = [("torch", torch_call(problem)), ("cki", cki_call(problem, None))]
     variants += [(f"cki {described(config)}", cki_call(problem, config)) for config in others]
     rows, torch_us = [], 0.0

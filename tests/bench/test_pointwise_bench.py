@@ -22,7 +22,7 @@ def pointwise(monkeypatch):
     import pointwise
 
     yield pointwise
-    for name in ("common", "pointwise"):
+    for name in ("common", "pointwise", "pointwise_ops"):
         sys.modules.pop(name)
 
 
@@ -31,7 +31,8 @@ def pointwise(monkeypatch):
     [
         ("swiglu", 3 * 2048), ("bias_gelu", 2 * 2048), ("silu_multiply", 3 * 2048), ("softmax", 2 * 2048),
         ("quantize_row", 3 * 1024 + 4), ("quantize_block128", 3 * 1024 + 32), ("quantize_tensor", 3 * 1024),
-        ("dropout_add", 3 * 2048), ("add_rms_norm_quantize", 7 * 1024 + 4),
+        ("dropout_add", 3 * 2048), ("add_rms_norm_quantize", 7 * 1024 + 4), ("rope", 2 * 2048 + 8),
+        ("add_rms_norm_quantize_block128", 7 * 1024 + 32), ("add_layer_norm_quantize", 7 * 1024 + 4),
     ],
 )  # fmt: skip
 def test_bytes(pointwise, op, a_row):
@@ -58,6 +59,9 @@ def tensors_of(pointwise, problem):
         "x": lambda: generator.standard_normal(shape).astype(np.float32),
         "wide": lambda: generator.standard_normal((shape[0], 2 * shape[1])).astype(np.float32),
         "vector": lambda: generator.standard_normal(shape[1:]).astype(np.float32),
+        "heads": lambda: generator.standard_normal((shape[0], shape[1] // 128, 128)).astype(np.float32),
+        "heads_out": lambda: np.full((shape[0], shape[1] // 128, 128), np.nan, np.float32),
+        "positions": lambda: np.arange(shape[0]),
         "bits": lambda: np.array([5]),
         "one": lambda: np.array([0.25], np.float32),
         "y": lambda: np.full(shape, np.nan, np.float32),
@@ -70,14 +74,15 @@ def tensors_of(pointwise, problem):
 
 @pytest.mark.parametrize(
     "op",
-    ["swiglu", "swiglu_interleaved", "geglu", "bias_gelu", "silu_multiply", "softmax", "quantize_row",
-     "quantize_block128", "quantize_tensor", "add_rms_norm_quantize", "dropout_add"],
+    ["swiglu", "swiglu_up_first", "swiglu_interleaved", "geglu", "reglu", "bias_gelu", "silu_multiply", "softmax",
+     "quantize_row", "quantize_block128", "quantize_tensor", "add_rms_norm_quantize", "add_rms_norm_quantize_block128",
+     "add_layer_norm_quantize", "rope", "dropout_add"],
 )  # fmt: skip
 def test_variants_compute_the_operation(pointwise, op):
     problem = pointwise.Problem(op, 3, 256, "f32")
     known = pointwise.configurations(problem, DEVICE)
     inputs = len(pointwise.OPS[op].inputs)
-    for config in (None, known[-1]):
+    for config in (None, *known[-1:]):
         tensors = tensors_of(pointwise, problem)
         with cki.device("sim"):
             pointwise.cki_call(problem, config)(*tensors)
