@@ -281,7 +281,7 @@ def require_graph_arguments(spec: OpSpec, inputs: Sequence[Any], outs: Sequence[
             f"{item.name} as an argument of the jitted function, donated, and its new value returned",
         )
         for item, tensor in zip(spec.inputs, inputs)
-        if item.written and tensor is not None and not isinstance(tensor, jax.core.Tracer)
+        if tensor is not None and not isinstance(tensor, jax.core.Tracer) and item.is_written(tensor.ndim)
     ]
     call = f"{spec.name} inside a traced function"
     refuse_in_program(call, outs, stream, "XLA", "JAX arrays are immutable", constants)

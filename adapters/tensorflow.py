@@ -16,6 +16,7 @@ the new values of what an operation writes (`append_kv`: the caches) behind its 
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -289,11 +290,17 @@ def fused_attention(
     )  # fmt: skip
 
 
+#: Layers of Keras, which is imported when one is asked for.
+_LAYERS = ("FusedAttentionLayer", "FusedEncoder", "FusedEncoderLayer")
+
+
 def __getattr__(name: str) -> Callable[..., Any]:
+    if name in _LAYERS:
+        return getattr(importlib.import_module("cki.adapters.keras"), name)  # type: ignore[no-any-return]
     if name not in public_specs():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _function(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *public_specs()})
+    return sorted({*globals(), *public_specs(), *_LAYERS})

@@ -1,4 +1,7 @@
-"""An example call of each public operation: arrays by name, and keyword arguments; NumPy's results are the expected."""
+"""An example call of each public operation: arrays by name, and keyword arguments; NumPy's results are the expected.
+
+And of what an operation does besides, where other arguments or element types are in play.
+"""
 
 from __future__ import annotations
 
@@ -71,4 +74,39 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "embed_tokens": ({"token_ids": np.array([[3, 1, 4]], INDEX), "word_table": normal(6, 24)}, {}),
     "mean_pool": ({"x": normal(3, 5, 24), "mask": np.ones((3, 5), bool)}, {}),
+}  # fmt: skip
+
+_HALF = np.float16
+_NUMBER = np.ones(1, np.int64)
+
+#: (operation, arrays, keyword arguments) of options that came later than their operation, by what they do.
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "attention of codes": (
+        "attention",
+        {"q": normal(1, 5, 2, 32, dtype=E4M3), "k": normal(1, 7, 1, 32, dtype=E4M3),
+         "v": normal(1, 7, 1, 32, dtype=E4M3, seed=1), "q_descale": np.full(1, 0.5, np.float32),
+         "k_descale": np.ones(1, np.float32), "v_descale": np.full((1, 1), 2, np.float32)},
+        {"out_dtype": "f16"},
+    ),
+    "attention with dropout": (
+        "attention",
+        {"q": HEADS, "k": KV, "v": KV, "dropout_seed": 7 * _NUMBER, "dropout_offset": 3 * _NUMBER}, {"dropout_p": 0.5},
+    ),
+    "deterministic attention": (
+        "attention", {"q": HEADS.astype(_HALF), "k": KV.astype(_HALF), "v": KV.astype(_HALF)},
+        {"causal": True, "deterministic": True},
+    ),
+    "deterministic paged attention": (
+        "paged_attention",
+        {"q": HEADS[:, :2], "cache": (normal(6, 8, 2, 16), normal(6, 8, 2, 16, seed=1)),
+         "block_table": np.array([[3, 1], [0, 5]], INDEX), "seq_lens": np.array([10, 16], INDEX)},
+        {"deterministic": True},
+    ),
+    "packed sequences in an encoder": (
+        "fused_attention",
+        {"x": normal(9, 32), **_BLOCK, "cu_seqlens": np.array([0, 4, 9], INDEX)}, {"num_heads": 2, "head_dim": 16},
+    ),
+    "softmax with a mask": (
+        "softmax", {"x": normal(2, 3, 8), "mask": np.arange(8) < 5}, {"scale": 2.0},
+    ),
 }  # fmt: skip

@@ -60,6 +60,15 @@ def test_inside_jit_and_outside_as_numpy(name):
     same_bits(getattr(cki_jax, name)(**arrays, **attributes), wanted)
 
 
+@pytest.mark.parametrize("name", examples.VARIANTS)
+def test_options_inside_jit(name):
+    operation, arrays, attributes = examples.VARIANTS[name]
+    with jax.enable_x64(True):  # seeds
+        compiled = jax.jit(lambda arrays: getattr(cki, operation)(**arrays, **attributes))
+        found = compiled(jax.tree.map(jnp.asarray, arrays))
+    same_bits(found, getattr(cki, operation)(**arrays, **attributes))
+
+
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=str)
 def test_fused_with_jax_s_own_operations(dtype):
     """Neighbours that XLA compiles see the right values before and after."""
@@ -291,6 +300,9 @@ def test_caches_that_cannot_be_written_are_refused():
     k, cache = jnp.ones((1, 2, 16)), (jnp.zeros((2, 4, 2, 16)), jnp.zeros((2, 4, 2, 16)))
     with pytest.raises(InvalidArgumentError, match="k_cache is written, but it is a constant of the traced"):
         jax.jit(lambda k: step(k, k, cache, jnp.array([0])))(k)
+    codes, scale = jnp.zeros((2, 4, 2, 16), ml_dtypes.float8_e4m3fn), jnp.ones((2, 4, 2))
+    with pytest.raises(InvalidArgumentError, match="k_scale is written, but it is a constant of the traced"):
+        jax.jit(lambda k, codes: step(k, k, (codes, codes, scale, scale), jnp.array([0])))(k, codes)
     from cki.memory import PagedKVCache
 
     pages = PagedKVCache(
