@@ -5,11 +5,12 @@
 
 32 query heads on 8 KV heads, head dimension 128, bf16, causal at the bottom right (the queries are the newest tokens).
 `cki` is `cki.attention` as it chooses; `generic` the kernel of mma.sync; `hopper` tiles of 64 queries of one head,
-`packed` tiles of 64 rows that are all heads of a group; `decode` is `cki.decode_attention` (16 queries at most); `fa3`
-and `fa3 splits` FlashAttention-3 without and with cut keys, where `flash_attn_interface` imports.  Every call of ours
-is compared with float64 before it is timed (the bound of the tests); all of a cell are replayed in turn
-(bench/common.py).  `vs_` columns are the others' time over that row's.  `copy_share`: what reading keys and values once
-would take at 4.8 TB/s over the time.  Writes results/attention_rows.csv.
+`packed` tiles of 64 rows that are all heads of a group (`packed 2` of 128 rows, `packed small` of 64 keys, two blocks
+an SM); `decode` is `cki.decode_attention` (16 queries at most); `fa3` and `fa3 splits` FlashAttention-3 without and
+with cut keys, where `flash_attn_interface` imports.  Every call of ours is compared with float64 before it is timed
+(the bound of the tests); all of a cell are replayed in turn (bench/common.py).  `vs_` columns are the
+others' time over that row's.  `copy_share`: what reading keys and values once would take at 4.8 TB/s over the time.
+Writes results/attention_rows.csv.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ def variants(cell: Cell) -> dict[str, Callable[..., Any]]:
         "generic": with_tiles(generic),
         "hopper": with_tiles(HopperTiles(1, 128, 2, False)),
     }
+    found["packed"] = with_tiles(HopperTiles(1, 128, 2, False, heads=GROUP))
+    if cell.queries * GROUP > 64:
+        found["packed 2"] = with_tiles(HopperTiles(2, 128, heads=GROUP))
+    found["packed small"] = with_tiles(HopperTiles(1, 64, 2, False, "single", 2, GROUP))
     if cell.queries <= 16:
         found["decode"] = lambda q, k, v, out, lengths: cki.decode_attention(q, k, v, lengths, out=out)
     return found
@@ -141,7 +146,7 @@ def measure(cell: Cell) -> list[dict[str, object]]:
     for name, timing in times.items():
         ratios = {
             f"vs_{other.replace(' ', '_')}": round(times[other].median_us / timing.median_us, 3)
-            for other in ("generic", "hopper", "decode", "fa3", "fa3 splits")
+            for other in ("generic", "hopper", "packed", "decode", "fa3", "fa3 splits")
             if other in times and other != name
         }
         copy_share = round(cell.nbytes / BYTES_PER_US / timing.median_us, 3)

@@ -34,6 +34,8 @@ class HopperTiles:
     """consumers: warpgroups of 64 query rows each.  block_keys: keys a tile, a multiple of 16.  stages: of the rings of
     keys and of values.  ping_pong: warpgroups take turns at starting products.  schedule: one of SCHEDULES.
     blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).
+    heads: query heads of a KV head that share a tile, a divisor of their number; each consumer then has 64 // heads
+    queries.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
     them."""
@@ -44,12 +46,18 @@ class HopperTiles:
     ping_pong: bool = True
     schedule: str = "single"
     blocks_per_sm: int = 1
+    heads: int = 1
     ahead: int | None = None
     before_values: int | None = None
 
     @property
     def block_rows(self) -> int:
         return GROUP_ROWS * self.consumers
+
+    @property
+    def block_queries(self) -> int:
+        """Queries of a block: its rows, shared by the heads of a tile."""
+        return GROUP_ROWS // self.heads * self.consumers
 
     @property
     def threads(self) -> int:
@@ -99,6 +107,8 @@ class HopperTiles:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
         if self.ping_pong:
             text += ", ping-pong"
+        if self.heads > 1:
+            text += f", {self.heads} heads a tile"
         if self.ahead is not None:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:

@@ -112,16 +112,19 @@ def preferred_packed(
     )
 
 
-def _tensor_map(tensor: Operand, rows: int, columns: int) -> TensorMapArg:
-    """Boxes of `rows` tokens x `columns` elements of one head; [batch, tokens, heads, dim] innermost first."""
-    _, tokens, heads, dim = tensor.shape
-    batch = _batches(tensor)
+def _tensor_map(tensor: Operand, tokens: int, columns: int, heads: int = 1) -> TensorMapArg:
+    """Boxes of `tokens` x `columns` elements of one head, or of `heads`, a token's one after the other.
+
+    [batch, tokens, heads, dim] innermost first; with several heads a box these come before the tokens.
+    """
+    extents = (_batches(tensor), *tensor.shape[1:])
     itemsize = tensor.dtype.itemsize
+    axes = (1, 2, 0) if heads == 1 else (2, 1, 0)
     # An axis of extent 1 may have any stride, also one that a tensor map does not take.
-    extents = (batch, tokens, heads)
-    strides = tuple(tensor.strides[axis] * itemsize if extents[axis] > 1 else 16 for axis in (1, 2, 0))
+    strides = tuple(tensor.strides[axis] * itemsize if extents[axis] > 1 else 16 for axis in axes)
+    box = (columns, tokens, 1, 1) if heads == 1 else (columns, heads, tokens, 1)
     return TensorMapArg(
-        tensor, (dim, tokens, heads, batch), strides, (columns, rows, 1, 1), columns * itemsize
+        tensor, (extents[3], *(extents[axis] for axis in axes)), strides, box, columns * itemsize
     )
 
 
@@ -162,21 +165,24 @@ def plan_hopper(
     for name, tensor in (("bias", bias), ("mask", mask)):
         if tensor is not None and _key_stride(tensor) not in (0, 1):
             obstacles.append(f"{name} has stride {_key_stride(tensor)} along the keys, not 1 or 0")
-    if obstacles:
-        raise UnsupportedError("attention: the Hopper kernel", obstacles, "the generic kernel")
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
     group, itemsize = heads // kv_heads, q.dtype.itemsize
+    if group % tiles.heads or not 1 <= tiles.heads <= GROUP_ROWS:
+        obstacles.append(f"{tiles.heads} heads a tile do not divide the {group} query heads of a KV head")
+    if obstacles:
+        raise UnsupportedError("attention: the Hopper kernel", obstacles, "the generic kernel")
     key_columns, value_columns = padded(head_dim), padded(value_dim)
     box_keys = tiles.block_keys
     if packed is None:
-        row_blocks = -(-queries // tiles.block_rows)
+        row_blocks = -(-queries // tiles.block_queries)
     else:
-        row_blocks = packed.slots(queries, tiles.block_rows)
+        row_blocks = packed.slots(queries, tiles.block_queries)
         keys = packed.mean_keys(k)
         if packed.block_table is not None:  # a box lies within one block
             box_keys = math.gcd(k.shape[1], tiles.block_keys)
-    work = row_blocks * heads * batch
+    head_tiles = heads // tiles.heads * batch
+    work = row_blocks * head_tiles
     if work >= 2**31 - 2**20:  # numbers drawn past the last one must fit too
         raise UnsupportedError(
             f"attention: {work} tiles of queries", ["2**31 - 2**20 at most"], "a smaller batch"
@@ -184,14 +190,14 @@ def plan_hopper(
     resident = device.sm_count * tiles.blocks_per_sm
     blocks = work if tiles.schedule == "single" else min(work, resident)
     kv_bytes = keys * (head_dim + value_dim) * itemsize
-    section = heads_per_section(kv_bytes, group, batch * heads, row_blocks, resident, device)
-    order = row_blocks, batch * heads, section, section * row_blocks, work
+    section = heads_per_section(kv_bytes, group // tiles.heads, head_tiles, row_blocks, resident, device)
+    order = row_blocks, head_tiles, section, section * row_blocks, work
     producer_registers, consumer_registers = tiles.register_shares(packed is not None)
     kernel = kernel_spec(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
-        kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kBlockKeys=tiles.block_keys,
-        kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
+        kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kPackedHeads=tiles.heads,
+        kBlockKeys=tiles.block_keys, kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
         kBeforeValues=tiles.weights_before_values,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
@@ -203,7 +209,7 @@ def plan_hopper(
     counter: ArgumentValue = dense(COUNTER[0], (1,), dtypes.u32) if is_dynamic else NullPointer()
     key_box, value_box = key_span(key_columns) // itemsize, value_span(value_columns) // itemsize
     maps = (
-        _tensor_map(q, GROUP_ROWS, key_box),
+        _tensor_map(q, GROUP_ROWS // tiles.heads, key_box, tiles.heads),
         _tensor_map(k, box_keys, key_box),
         _tensor_map(v, box_keys, value_box),
     )

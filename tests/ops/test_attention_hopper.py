@@ -145,6 +145,31 @@ def test_stages_and_blocks_an_sm(device, tiles):
     check(device, q, k, v, tiles=tiles, causal=True)
 
 
+# Heads that fill a tile's rows or leave some over, all of a group or a part of it; one block or several tiles a block.
+@pytest.mark.parametrize(
+    ("group", "heads", "consumers", "queries", "schedule"),
+    [(4, 4, 1, 16, "single"), (8, 4, 2, 70, "dynamic"), (7, 7, 2, 20, "fixed"), (3, 3, 1, 1, "single")],
+)
+def test_packed_heads(device, group, heads, consumers, queries, schedule):
+    """Also with what belongs to a head: slopes, sinks, bias and mask; a NaN behind a hidden key takes the repair."""
+    q, k, v = qkv(BF16, queries, 90, heads=2 * group, kv_heads=2, dim=32, batch=2)
+    tiles = HopperTiles(consumers, 32, schedule=schedule, heads=heads)
+    check(device, q, k, v, tiles=tiles, causal=True)
+    v[1, 80] = np.nan
+    mask = np.ones((1, 2 * group, queries, 90), bool)
+    mask[..., 80] = False
+    check(
+        device, q, k, v, tiles=tiles, mask=mask, bias=normal((2, 2 * group, 1, 90), F32, 1),
+        sinks=normal((2 * group,), F32, 2), alibi_slopes=normal((2 * group,), F32, 3), window=(50, 3),
+    )  # fmt: skip
+
+
+def test_packed_heads_must_divide_the_group(device):
+    q, k, v = (device.array(t) for t in qkv(F16, 4, 20, heads=6, kv_heads=2))
+    with pytest.raises(UnsupportedError, match="2 heads a tile do not divide the 3 query heads of a KV head"):
+        hopper(q, k, v, tiles=HopperTiles(1, 32, heads=2))
+
+
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_groups(device, group):
     q, k, v = qkv(BF16, 70, 70, heads=2 * group, kv_heads=2, dim=16, batch=2, seed=group)

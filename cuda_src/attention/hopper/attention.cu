@@ -16,6 +16,8 @@
 // Packed sequences: row blocks begin at their sequence's first token, and so do tiles of keys. A tile that reaches past the
 // sequence's end holds the next one's rows, hidden keys like any other. A cache's blocks come as TMA boxes, those past the
 // end as zeros; its unused slots may hold anything, so the producer zeroes their values before it hands them over.
+//
+// Few queries (kPackedHeads > 1): all or some query heads of a KV head are rows of one tile, so keys are read once for them.
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
 #include "attention/hopper/configuration.cuh"
 #include "attention/hopper/drop_weights.cuh"
@@ -82,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   StageRing<1> tail(smem + Layout::kTailRing);
   const Sequences packed{
       {cu_seqlens_q, q_offset_stride, sequences, query_length, 1}, key_offsets, key_offset_stride, key_length};
-  const WorkOrder order{row_blocks, heads, batch_heads, section_heads, section_tiles, tiles};
+  const WorkOrder order{row_blocks, heads / kPackedHeads, batch_heads, section_heads, section_tiles, tiles};
   auto work = [&] {
     if constexpr (kVarlen) {
       return PackedWork(packed, order, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers,
@@ -98,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const int shift = kVarlen ? (kBottomRight ? tile.keys - tile.queries : 0) : dense_shift;
     return Band{tile.keys, shift, left, right};
   };
+  const auto first_head_of = [](const SequenceTile& tile) { return tile.head * kPackedHeads; };
   const auto table_row_of = [&](const SequenceTile& tile) {
     return BlockRow<TableIndex>{block_table + tile.sequence * table_batch, table_column, blocks, block_size};
   };
@@ -112,6 +115,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     work.initialise(4 * kConsumers + kCopyWarps);
     if constexpr (kPaged) tail.initialise(1);
     ptx::fence_mbarrier_init();
+  }
+  if constexpr (kUsedRows < kGroupRows) {  // rows of no query: nobody writes them, and what they give is not stored
+    if (threadIdx.x / 32 < kConsumers) {
+      clear_rows<QueryTile>(smem + Layout::kQueries + threadIdx.x / 32 * QueryTile::kBytes, kUsedRows, kGroupRows);
+    }
   }
   __syncthreads();
   ptx::griddepcontrol_wait();
@@ -141,9 +149,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
                                const BoxEntry<TableIndex>& box, int last_batch) {
       using Type = decltype(type);
       if constexpr (kPaged) {
-        load_paged_tile<Type, kBoxKeys>(smem + place, map, full, box.place(blocks), tile.head / group, is_issuer);
+        load_paged_tile<Type, kBoxKeys>(smem + place, map, full, box.place(blocks), first_head_of(tile) / group,
+                                        is_issuer);
       } else {
-        load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, tile.head / group,
+        load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, first_head_of(tile) / group,
                         min(batch_of(tile), last_batch));
       }
     };
@@ -201,8 +210,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         query_ring.wait_empty();
         if constexpr (kPaged) __syncwarp();
         if (is_issuer) {
-          load_tile<QueryTile>(smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
-                               tile.first_query + tile.row_block * kBlockRows + i * kGroupRows, tile.head, batch_of(tile));
+          unsigned char* const place = smem + Layout::kQueries + i * QueryTile::kBytes;
+          const int query = tile.first_query + tile.row_block * kBlockQueries + i * kGroupQueries;
+          if constexpr (kPackedHeads > 1) {
+            load_packed_heads<QueryTile, kPackedHeads>(place, &q_map, query_ring.full + i, query, first_head_of(tile),
+                                                       batch_of(tile));
+          } else {
+            load_tile<QueryTile>(place, &q_map, query_ring.full + i, query, tile.head, batch_of(tile));
+          }
         }
         query_ring.advance();
       }
@@ -314,13 +329,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return dropped.kept(i, softmax.taken(i)); });
   };
 
-  const auto query_of = [&](const SequenceTile& tile, int query) {
+  // Of a row, which is a query, or with packed heads one head of a query.
+  const auto head_of = [&](const SequenceTile& tile, int row) { return first_head_of(tile) + row % kPackedHeads; };
+  const auto query_of = [&](const SequenceTile& tile, int number) {
     QueryRow<BiasElement> row{};
+    const int head = head_of(tile, number), query = min(number / kPackedHeads, tile.queries - 1);
     row.query = query;
-    if constexpr (kDropout) row.dropout_row = static_cast<u32>(tile.sequence) * static_cast<u32>(heads) + tile.head;
-    if constexpr (kAlibi) row.slope = alibi_slopes[tile.head * slopes_stride];
-    if constexpr (kBias) row.bias = bias + batch_of(tile) * bias_batch + tile.head * bias_head + query * bias_query;
-    if constexpr (kMask) row.mask = mask + batch_of(tile) * mask_batch + tile.head * mask_head + query * mask_query;
+    if constexpr (kDropout) row.dropout_row = static_cast<u32>(tile.sequence) * static_cast<u32>(heads) + head;
+    if constexpr (kAlibi) row.slope = alibi_slopes[head * slopes_stride];
+    if constexpr (kBias) row.bias = bias + batch_of(tile) * bias_batch + head * bias_head + query * bias_query;
+    if constexpr (kMask) row.mask = mask + batch_of(tile) * mask_batch + head * mask_head + query * mask_query;
     return row;
   };
   const auto part_of = [&](const SequenceTile& tile) { return Part(tile, band_of(tile), consumer); };
@@ -335,11 +353,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     u32 thread[1] = {threadIdx.x % 128};
     ptx::wgmma_fence_registers(thread);  // opaque: computed here, not kept in a register through the main loop
     // Of the pair row, row + 8.
-    const int row = part.first_row(consumer) + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);
+    const int row = part.first_query(consumer) * kPackedHeads + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);
+    const int end_row = min(tile.queries, kUsedRows < kGroupRows ? part.first_query(consumer) + kGroupQueries : tile.queries) *
+                        kPackedHeads;
 
     Rows rows;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows.query[r] = query_of(tile, min(row + 8 * r, tile.queries - 1));
+    for (int r = 0; r < 2; ++r) rows.query[r] = query_of(tile, row + 8 * r);
     rows.clear();
     int j = block.end_tile - 1;
     if (!block.is_empty()) {
@@ -380,9 +400,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
     // The end of the tile.
     const auto origin_of = [&](i64 batch_stride, i64 sequence_stride, i64 head_stride) {
-      return batch_of(tile) * batch_stride + tile.first_query * sequence_stride + tile.head * head_stride;
+      return batch_of(tile) * batch_stride + tile.first_query * sequence_stride + first_head_of(tile) * head_stride;
     };
     const i64 out_offset = origin_of(out_batch, out_sequence, out_head);
+    const auto out_of = [&](int row) {
+      return out + out_offset + row % kPackedHeads * out_head + row / kPackedHeads * out_sequence;
+    };
     float factor[2], log_sum_exp[2];
     u32 to_repair[2] = {0, 0};  // lanes whose part of the row is not finite
     const auto finish_softmax = [&] {
@@ -390,13 +413,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       for (int r = 0; r < 2; ++r) {
         SoftmaxRow& softmax = rows.softmax[r];
         softmax.finish(kScaleFirst ? 1.0f : scale);
-        factor[r] = sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
+        factor[r] = sinks != nullptr ? softmax.take_sink(sinks[head_of(tile, row + 8 * r) * sinks_stride]) : 1.0f;
         factor[r] *= softmax.normalizer();
         if constexpr (kDropout) factor[r] *= dropout_factor;
         log_sum_exp[r] = softmax.log_sum_exp();
-        if (lse != nullptr && lane % 4 == 0 && row + 8 * r < tile.queries) {
-          lse[(static_cast<i64>(batch_of(tile)) * heads + tile.head) * query_length + tile.first_query + row + 8 * r] =
-              log_sum_exp[r];
+        if (lse != nullptr && lane % 4 == 0 && row + 8 * r < end_row) {
+          lse[(static_cast<i64>(batch_of(tile)) * heads + head_of(tile, row + 8 * r)) * query_length + tile.first_query +
+              (row + 8 * r) / kPackedHeads] = log_sum_exp[r];
         }
       }
     };
@@ -405,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const bool is_bad = !is_finite_row(rows.output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
-          to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && row + 8 * r < tile.queries), 0);
+          to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && row + 8 * r < end_row), 0);
           if (factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
 #pragma unroll
             for (int i = 0; i < kValueDim / 2; ++i) {
@@ -417,8 +440,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       scale_rows(rows.output, factor);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        store_row<Element, kWideStore, kPairStore>(out + out_offset + (row + 8 * r) * out_sequence, out_dim, rows.output,
-                                                   r, value_dim, row + 8 * r < tile.queries);
+        store_row<Element, kWideStore, kPairStore>(out_of(row + 8 * r), out_dim, rows.output, r, value_dim,
+                                                   row + 8 * r < end_row);
       }
     };
     const auto look_ahead = [&] {
@@ -451,9 +474,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     store_output();
     if constexpr (kHides) {
       for_each_bad_row(to_repair, [&](int r, int lane_of_row) {
-        const QueryRow<BiasElement> one = query_of(tile, __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r);
+        const int number = __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r;
+        const QueryRow<BiasElement> one = query_of(tile, number);
         const auto rows_of = [&](const Element* tensor, i64 batch_stride, i64 sequence_stride, i64 head_stride) {
-          tensor += tile.head / group * head_stride;
+          tensor += first_head_of(tile) / group * head_stride;
           if constexpr (kPaged) {
             return PagedRows<Element, TableIndex>{tensor, batch_stride, sequence_stride, table_row_of(tile)};
           } else {
@@ -462,10 +486,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
           }
         };
         using KeyRows = decltype(rows_of(k, k_batch, k_sequence, k_head));
-        const RowOperands<Element, KeyRows> at{q + origin_of(q_batch, q_sequence, q_head) + one.query * q_sequence,
-                                                 rows_of(k, k_batch, k_sequence, k_head),
-                                                 rows_of(v, v_batch, v_sequence, v_head),
-                                                 out + out_offset + one.query * out_sequence, out_dim};
+        const RowOperands<Element, KeyRows> at{
+            q + origin_of(q_batch, q_sequence, q_head) + number % kPackedHeads * q_head + one.query * q_sequence,
+            rows_of(k, k_batch, k_sequence, k_head), rows_of(v, v_batch, v_sequence, v_head), out_of(number), out_dim};
         compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
                                          __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
                                          DroppedKeys{dropout, one.query, one.dropout_row, dropout_factor});

@@ -14,7 +14,11 @@
 namespace cki::attention {
 
 constexpr int kGroupRows = 64;  // of one consumer warpgroup: the M of wgmma
-constexpr int kBlockRows = kGroupRows * kConsumers;
+// Packed heads: query heads of one KV head that share a tile, so that few queries fill its rows. A row is then one head of a
+// query, all heads of a query one after the other: row / kPackedHeads is the query, row % kPackedHeads the head.
+constexpr int kGroupQueries = kGroupRows / kPackedHeads;  // of a consumer warpgroup; rows may be left over
+constexpr int kBlockQueries = kGroupQueries * kConsumers;
+constexpr int kUsedRows = kGroupQueries * kPackedHeads;
 constexpr int kThreads = 128 * (kConsumers + 1);
 // Of the producer's warpgroup: one copies, in a cache two, and one hands tiles over.
 constexpr int kCopyWarps = kPaged ? 2 : 1;
@@ -62,7 +66,7 @@ using ValueTile = SlabTile<kBlockKeys, kValueDim, kValueSpan>;
 using Layout = SharedLayout<kConsumers, QueryTile, KeyTile, ValueTile, kStages,
                             static_cast<int>(kVarlen ? sizeof(SequenceTile) : sizeof(WorkTile))>;
 using DenseWork = WorkSource<static_cast<Schedule>(kSchedule), kLimitRight>;
-using Sequences = SequenceList<kBlockRows, kPaged, QueryOffset, KeyOffset>;
+using Sequences = SequenceList<kBlockQueries, kPaged, QueryOffset, KeyOffset>;
 using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRight, Sequences>;
 
 // What a consumer's thread keeps of its two rows from tile to tile.
@@ -89,11 +93,11 @@ struct Part {
   __device__ __forceinline__ Part(const SequenceTile& tile, const Band& band, int consumer)
       : tile(tile),
         band(band),
-        block(band, tile.row_block * kBlockRows, min((tile.row_block + 1) * kBlockRows, tile.queries)),
-        own(band, first_row(consumer), min(first_row(consumer) + kGroupRows, tile.queries)) {}
+        block(band, tile.row_block * kBlockQueries, min((tile.row_block + 1) * kBlockQueries, tile.queries)),
+        own(band, first_query(consumer), min(first_query(consumer) + kGroupQueries, tile.queries)) {}
 
-  __device__ __forceinline__ int first_row(int consumer) const {
-    return tile.row_block * kBlockRows + consumer * kGroupRows;
+  __device__ __forceinline__ int first_query(int consumer) const {
+    return tile.row_block * kBlockQueries + consumer * kGroupQueries;
   }
   // Whether the block's last tile of keys is the consumer's too.
   __device__ __forceinline__ bool ends_with_block() const {

@@ -17,9 +17,9 @@
 namespace cki::attention {
 
 // Queries and keys of all sequences. kPaged: key_offsets holds the number of keys of each, else where they begin and end.
-template <int kBlockRows, bool kPaged, class QueryOffset, class KeyOffset>
+template <int kBlockQueries, bool kPaged, class QueryOffset, class KeyOffset>
 struct SequenceList {
-  QuerySegments<kBlockRows, QueryOffset> segments;
+  QuerySegments<kBlockQueries, QueryOffset> segments;
   const KeyOffset* key_offsets;
   i64 key_offset_stride;
   int key_length;  // that a sequence can have at most
@@ -30,7 +30,7 @@ struct SequenceList {
     const int segment = segments.find(slot);
     SequenceTile tile{slot - segments.first_slot(segment), head, segment - 1, segments.begin(segment), 0, 0, 0};
     tile.queries = segments.begin(segment + 1) - tile.first_query;
-    const int row_blocks = (tile.queries + kBlockRows - 1) / kBlockRows;
+    const int row_blocks = (tile.queries + kBlockQueries - 1) / kBlockQueries;
     if (tile.row_block >= row_blocks) {
       tile.row_block = -1;
       return tile;

@@ -37,6 +37,18 @@ __device__ __forceinline__ void load_tile(unsigned char* tile, const TensorMap* 
   }
 }
 
+// The same of kRows / kHeads queries from `query` on, all kHeads heads of each one after the other: the map's second axis is
+// the heads, its third the tokens. Rows that are left over stay as they are.
+template <class Tile, int kHeads>
+__device__ __forceinline__ void load_packed_heads(unsigned char* tile, const TensorMap* map, u64* full, int query,
+                                                  int first_head, int batch) {
+  ptx::mbarrier_arrive_expect_tx(full, Tile::kRows / kHeads * kHeads * Tile::kSpan * Tile::kSlabs);
+#pragma unroll
+  for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+    ptx::tma_load_4d(tile + slab * Tile::kSlabBytes, map, full, slab * Tile::kSlabColumns, first_head, query, batch);
+  }
+}
+
 // The same by a whole warp for keys or values in a cache of blocks: a box of kBoxRows rows each, which lies within one block.
 // Lane i knows the place of box i; a block outside the cache gives zeros, and no traffic. is_issuer: of one lane.
 template <class Tile, int kBoxRows>
