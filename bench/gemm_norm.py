@@ -28,7 +28,7 @@ from gemm import LinearProblem
 import cki
 from cki import cache, dtypes
 from cki.device import sim_device
-from cki.encoder_prepare import fold_layer_norm
+from cki.encoder.prepare import fold_layer_norm
 from cki.heuristics.linear_hopper import STATISTICS_COLUMNS, HopperTile
 from cki.operand import Operand, dense
 from cki.ops.call import call
