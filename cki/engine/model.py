@@ -120,14 +120,14 @@ class DecoderModel:
     weights: on that device (`DeviceWeights`); activations and cache are of their type.  cache_nbytes: of keys and
     values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
     graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.  fused,
-    merge_inside, kv_codes, w8a16_rows: see `DecoderPlanner`.
+    merge_inside, kv_codes, w8a16_rows, even_rows: see `DecoderPlanner`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
         stream: int | None = None, fused: bool | None = None, merge_inside: bool = False, kv_codes: bool = False,
-        w8a16_rows: int = MAX_TOKENS,
+        w8a16_rows: int = MAX_TOKENS, even_rows: tuple[int, int] = (1, 0),
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
@@ -136,7 +136,7 @@ class DecoderModel:
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
             config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences,
-            fused, merge_inside, weights.fp8, kv_codes, w8a16_rows,
+            fused, merge_inside, weights.fp8, kv_codes, w8a16_rows, even_rows,
         )  # fmt: skip
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()
@@ -158,7 +158,8 @@ class DecoderModel:
         self._inputs = StagedTensors(self.device, [specs.pop(name) for name in _UPLOADED if name in specs])
         self._sampling = StagedTensors(self.device, [specs.pop(name) for name in _OF_REQUESTS])
         self._buffers = DeviceTensors(self.device, list(specs.values()))
-        self._buffers.write("counters", np.zeros(self._buffers["counters"].shape))
+        for name in ("counters", "tile_counters") if self._planner.fp8 else ("counters",):
+            self._buffers.write(name, np.zeros(self._buffers[name].shape))
         self._buffers.finish()
 
     def _make_cache(self, block_size: int, columns: int, nbytes: int | None) -> PagedKVCache:

@@ -33,6 +33,7 @@ from cki.ops.attention_hopper import workspace_of
 from cki.ops.embedding import plan_embed_tokens
 from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
+from cki.ops.linear_w8a16 import parts_workspace
 from cki.ops.paged import plan_paged_attention
 from cki.ops.rope import Rotation, plan_append_kv
 from cki.ops.sampling import plan_sample_tokens
@@ -85,6 +86,7 @@ class DecoderPlanner:
     attention merges in its own launch.  fp8: layers' matrices are e4m3 codes with scales.
     kv_codes: the cache is of e4m3 with a scale a token and head; prefills read copies of 16 bits of what they need.
     w8a16_rows: tokens up to which codes are multiplied in 16 bits, where the device has another way.
+    even_rows: see `Products`.
     """
 
     config: ModelConfig
@@ -97,6 +99,7 @@ class DecoderPlanner:
     fp8: bool = False
     kv_codes: bool = False
     w8a16_rows: int = MAX_TOKENS
+    even_rows: tuple[int, int] = (1, 0)
 
     def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
@@ -104,6 +107,8 @@ class DecoderPlanner:
         heads = c.num_heads * c.head_dim
         widest = max(c.hidden_size, heads, c.intermediate_size)
         of_codes = {
+            # Zeros before and after each step; of the most tiles that a product has.
+            "tile_counters": ((-(-(widest + 2 * c.num_kv_heads * c.head_dim) // 64),), dtypes.u32),
             "delta": ((t, c.hidden_size), self.dtype), "last_delta": ((n, c.hidden_size), self.dtype),
             "codes": ((t, widest), dtypes.e4m3),
             "code_scales": ((t, -(-widest // 128)), dtypes.f32),
@@ -148,7 +153,7 @@ class DecoderPlanner:
         steps = self._advance(shape, buffer) if shape.decode else ()
         steps += plan_embed_tokens(buffer["tokens"], weight["embed"], buffer["x"], device)
         stream = Stream(buffer["x"], buffer.get("delta"))
-        products = Products(device, self.fused if shape.decode else False, self.w8a16_rows)
+        products = Products(device, self.fused if shape.decode else False, self.w8a16_rows, self.even_rows)
         workspace: dict[str, int] = {}
         # Layers differ in their tensors, in whether they see a window, and in what the layer before has left to add:
         # each kind is planned once.
@@ -174,7 +179,7 @@ class DecoderPlanner:
             top_tokens=buffer["top_tokens"], top_logprobs=buffer["top_logprobs"], seen=buffer["seen"],
             step=dense("seq_lens", (shape.sequences,), dtypes.i32), **{name: buffer[name] for name in SAMPLING},
         )  # fmt: skip
-        workspace |= dict(workspace_of(steps))
+        workspace |= dict((*workspace_of(steps), *parts_workspace(steps)))
         return Plan(steps, tuple(workspace.items()))
 
     def _last_rows(self, stream: Stream, buffer: dict[str, Operand], device: DeviceInfo) -> tuple[Step, ...]:

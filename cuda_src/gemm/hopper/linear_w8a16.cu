@@ -1,0 +1,407 @@
+// y[M, N] = act(n w^T + bias) + residual of e4m3 weights and up to 64 tokens, on Hopper (sm_90a), bound by reading w.
+//
+//   n = x, or RMS norm: x / rms(x) * gamma (kNorm)      gates, kGated: act(n wg^T + bias_g) * (n wu^T + bias_u), w [2 N, K]
+//
+// w has a scale for each block of 128 x 128; x is bf16 (W8A16). gemm/skinny/decode.cu computes the same of few tokens.
+//
+// Why this kernel. That one keeps all of x in every block and reads w by registers, which holds for few tokens of a short K. Here
+//          both come stage by stage through a ring of TMA's, and every block has as many stages as any other
+//          (even_work.cuh): 132 SMs ask for memory until the end of the launch.
+// Product. y^T = w n^T: w's rows are the 64 of a wgmma, tokens its N of 8 to 64, so few tokens waste nothing. A consumer
+//          reads its codes from shared memory as 16-byte words, moves their bits into bf16 registers (decode_operand.cuh) and
+//          multiplies from there. A lane's words are not the elements of K that wgmma's layout gives it, so n lies in
+//          shared memory in the order that makes up for it: position 16 i + 2 t + {0, 1, 8, 9} of a stage holds element
+//          32 t + 4 i + {0, 2, 1, 3}, t = 0..3, i = 0..7.
+// n.       Four warps bring each stage of x into that order, times gamma and 2^60 (decode_operand.cuh), rounded once, and add
+//          up its squares. rms(x) is a factor of a whole row, and is applied to the sums. So a norm costs no launch and no
+//          second pass over x.
+// Sums.    fp32: the 128 products of a stage are added by the tensor core, and times their scale to the tile's sums. Parts of
+//          a tile are added in the order of the blocks.
+// Overlap. Weights and gamma are read before the launch before has ended, so that one must not write them.
+//
+// K is a multiple of 16; with gates N is one of 64. Strides in elements; columns of y and residual are dense.
+//
+// Grid: blocks, one an SM. Prelude: Bias (cki::bf16 or float), kTokens (8, 16, 32, 64), kStages, kNorm, kGated, kActivation,
+//   kHasBias, kHasResidual. Boxes: w_map 128 x kBoxRows, x_map 64 x kTokens.
+// parts: kPartFloats floats for each of 2 slots a block. counters: a zero a tile.
+// Dynamic shared memory: kSharedBytes.
+#include "common/convert_element.cuh"
+#include "common/stage_ring.cuh"
+#include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
+#include "gemm/activation.cuh"
+#include "gemm/hopper/even_work.cuh"
+#include "gemm/skinny/decode_operand.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma/n16.cuh"
+#include "ptx/wgmma/n32.cuh"
+#include "ptx/wgmma/n64.cuh"
+#include "ptx/wgmma/n8.cuh"
+
+using namespace cki;
+
+using Operand = gemm::DecodeOperand<bf16, e4m3>;
+constexpr int kSpan = 128;         // bytes of a row in shared memory: the swizzle
+constexpr int kDepth = 128;        // elements of K in a stage, which have one scale
+constexpr int kSteps = kDepth / 16;
+constexpr int kRows = 128;         // of w in a stage: two consumers' 64
+constexpr int kBoxRows = kGated ? kRows / 2 : kRows;
+constexpr int kTileColumns = kBoxRows;  // of y
+constexpr int kConsumerThreads = 256, kArrangerThreads = 128;
+constexpr int kThreads = kConsumerThreads + kArrangerThreads + 32;
+constexpr int kArranged = 3;       // stages of n
+constexpr int kHalf = kTokens * kSpan;  // bytes: 64 elements of K of all tokens
+constexpr int kBytesW = kRows * kSpan, kStageBytes = kBytesW + 2 * kHalf;
+constexpr int kSums = kTokens / 2;  // of a thread
+constexpr int kPartFloats = kSums * kConsumerThreads + kTokens;  // of a part: its sums, its squares
+
+constexpr int kArrangedAt = kStages * kStageBytes;
+constexpr int kBarriersAt = kArrangedAt + kArranged * 2 * kHalf;
+constexpr int kSquaresAt = kBarriersAt + StageRing<kStages>::kBytes + StageRing<kArranged>::kBytes + StageRing<1>::kBytes;
+constexpr int kSharedBytes = kSquaresAt + 2 * kTokens * 4 + 16;
+static_assert(kSharedBytes <= kArrangedAt + kArranged * 2 * kHalf + 1024, "what the planner allows for");
+static_assert(kTokens == 8 || kTokens == 16 || kTokens == 32 || kTokens == 64, "tokens of a wgmma");
+
+using Ring = StageRing<kStages>;
+using ArrangedRing = StageRing<kArranged>;
+using SquaresRing = StageRing<1>;  // of a part
+
+struct Shared {
+  unsigned char* memory;
+  __device__ __forceinline__ Ring ring() const { return Ring(memory + kBarriersAt); }
+  __device__ __forceinline__ ArrangedRing arranged() const { return ArrangedRing(memory + kBarriersAt + Ring::kBytes); }
+  __device__ __forceinline__ SquaresRing squares_ring() const {
+    return SquaresRing(memory + kBarriersAt + Ring::kBytes + ArrangedRing::kBytes);
+  }
+  __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(memory + kSquaresAt); }
+  __device__ __forceinline__ u32* told() const { return reinterpret_cast<u32*>(memory + kSquaresAt + 2 * kTokens * 4); }
+};
+
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+// One thread: brings a block's stages, the first weights before the launch before has ended.
+__device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x_map, const TensorMap& w_map,
+                                        const gemm::EvenWork& work, int block, int columns) {
+  const int begin = work.first_stage(block), end = work.first_stage(block + 1);
+  Ring ring = shared.ring();
+  const auto load_w = [&](int stage) {
+    const int tile = stage / work.tile_stages, k = (stage - tile * work.tile_stages) * kDepth;
+    unsigned char* to = shared.memory + ring.stage * kStageBytes;
+    u64* full = ring.full + ring.stage;
+    ptx::mbarrier_arrive_expect_tx(full, kStageBytes);
+    ptx::tma_load_2d(to, &w_map, full, k, tile * kTileColumns);
+    if constexpr (kGated) ptx::tma_load_2d(to + kBoxRows * kSpan, &w_map, full, k, columns + tile * kTileColumns);
+  };
+  const auto load_x = [&](int stage) {
+    const int k = stage % work.tile_stages * kDepth;
+    unsigned char* to = shared.memory + ring.stage * kStageBytes + kBytesW;
+    u64* full = ring.full + ring.stage;
+    ptx::tma_load_2d(to, &x_map, full, k, 0);
+    ptx::tma_load_2d(to + kHalf, &x_map, full, k + kDepth / 2, 0);
+  };
+  const int ahead = min(begin + kStages, end);
+  for (int stage = begin; stage < ahead; ++stage) {
+    load_w(stage);
+    ring.advance();
+  }
+  ptx::griddepcontrol_wait();
+  ring = shared.ring();
+  for (int stage = begin; stage < ahead; ++stage) {
+    load_x(stage);
+    ring.advance();
+  }
+  for (int stage = ahead; stage < end; ++stage) {
+    ring.wait_empty();
+    load_w(stage);
+    load_x(stage);
+    ring.advance();
+  }
+}
+
+// Four warps: n of each stage in the order of the products, and the squares of each part.
+__device__ __forceinline__ void arrange(const Shared& shared, const gemm::EvenWork& work, int block, const bf16* gamma,
+                                        int depth) {
+  constexpr int kItems = kTokens > 16 ? kTokens / 16 : 1;
+  const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads, warp = thread / 32;
+  const int step = lane() % 4 + warp % 2 * 4;                  // of 16 positions
+  const int first_token = lane() / 4 + warp / 2 * 8;           // and every 16th from there
+  const bool works = first_token < kTokens;
+  Ring ring = shared.ring();
+  ArrangedRing arranged = shared.arranged();
+  SquaresRing squares_ring = shared.squares_ring();
+  gemm::for_each_part(work, block, [&](const gemm::WorkPart& part) {
+    float squares[kItems] = {};
+#pragma unroll 1
+    for (int k = part.first; k < part.end; ++k) {
+      float factors[4][4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        uint2 words = make_uint2(0, 0);
+        const int at = k * kDepth + 32 * t + 4 * step;
+        if (kNorm && at < depth) words = ptx::load_global_nc_8(gamma + at);
+        ptx::bf16x2_to_f32x2(words.x, factors[t][0], factors[t][1]);
+        ptx::bf16x2_to_f32x2(words.y, factors[t][2], factors[t][3]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) factors[t][e] = kNorm ? factors[t][e] * Operand::kOfX : Operand::kOfX;
+      }
+      ring.wait_full();
+      arranged.wait_empty();
+      const unsigned char* from = shared.memory + ring.stage * kStageBytes + kBytesW;
+      unsigned char* to = shared.memory + kArrangedAt + arranged.stage * (2 * kHalf);
+      if (works) {
+#pragma unroll
+        for (int item = 0; item < kItems; ++item) {
+          const int token = first_token + item * 16;
+          u32 low[4], high[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            const int chunk = (t % 2 * 4 + step / 2) ^ token % 8;
+            const uint2 words =
+                *reinterpret_cast<const uint2*>(from + t / 2 * kHalf + token * kSpan + chunk * 16 + step % 2 * 8);
+            float values[4];
+            ptx::bf16x2_to_f32x2(words.x, values[0], values[1]);
+            ptx::bf16x2_to_f32x2(words.y, values[2], values[3]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              if constexpr (kNorm) squares[item] = fmaf(values[e], values[e], squares[item]);
+              values[e] *= factors[t][e];
+            }
+            low[t] = ptx::f32x2_to_bf16x2(values[0], values[2]);
+            high[t] = ptx::f32x2_to_bf16x2(values[1], values[3]);
+          }
+          unsigned char* row = to + step / 4 * kHalf + token * kSpan;
+          const int chunk = step % 4 * 2;
+          *reinterpret_cast<uint4*>(row + (chunk ^ token % 8) * 16) = make_uint4(low[0], low[1], low[2], low[3]);
+          *reinterpret_cast<uint4*>(row + ((chunk + 1) ^ token % 8) * 16) = make_uint4(high[0], high[1], high[2], high[3]);
+        }
+      }
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      if (lane() == 0) ptx::mbarrier_arrive(arranged.full + arranged.stage);
+      arranged.advance();
+      ring.release();
+    }
+    if constexpr (kNorm) {
+      squares_ring.wait_empty();
+#pragma unroll
+      for (int item = 0; item < kItems; ++item) {
+        float sum = squares[item];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if (works && lane() % 4 == 0) shared.squares()[warp % 2 * kTokens + first_token + item * 16] = sum;
+      }
+      __syncwarp();
+      if (lane() == 0) ptx::mbarrier_arrive(squares_ring.full);
+      squares_ring.advance();
+    }
+  });
+}
+
+struct Output {
+  const Bias* bias;
+  const bf16* residual;
+  bf16* y;
+  float* parts;
+  u32* counters;
+  i64 bias_stride, residual_stride, y_stride;
+  int tokens, columns, depth;
+  float epsilon;
+};
+
+// A consumer's thread: the tokens of its sums, and two rows of a tile's w.
+struct Place {
+  int thread, low, high;  // rows in a stage
+  int column;             // of y in a tile, of the lower row
+  __device__ __forceinline__ Place() : thread(static_cast<int>(threadIdx.x)) {
+    const int row = thread / 32 * (kGated ? 8 : 16) + lane() / 4;
+    low = row;
+    high = row + (kGated ? kBoxRows : 8);
+    column = row;
+  }
+  static __device__ __forceinline__ int token(int j, int e) { return j * 8 + lane() % 4 * 2 + e; }
+};
+
+// sum += w n^T of a part.
+__device__ __forceinline__ void multiply(float (&sum)[kSums], const Shared& shared, Ring& ring, ArrangedRing& arranged,
+                                         const Place& place, const gemm::WorkPart& part, const float* low_scales,
+                                         const float* high_scales) {
+  float low_scale = low_scales[part.first], high_scale = high_scales[part.first];
+#pragma unroll 1
+  for (int k = part.first; k < part.end; ++k) {
+    const float next_low = k + 1 < part.end ? low_scales[k + 1] : 0.0f;
+    const float next_high = k + 1 < part.end ? high_scales[k + 1] : 0.0f;
+    ring.wait_full();
+    const unsigned char* w = shared.memory + ring.stage * kStageBytes;
+    uint4 words[2][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = half == 0 ? place.low : place.high;
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        words[half][c] = *reinterpret_cast<const uint4*>(w + row * kSpan + ((lane() % 4 * 2 + c) ^ row % 8) * 16);
+    }
+    u32 a[kSteps][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      u32 low[2], high[2];
+      Operand::registers(words[0][step / 4], step % 4, low);
+      Operand::registers(words[1][step / 4], step % 4, high);
+      a[step][0] = low[0];
+      a[step][1] = high[0];
+      a[step][2] = low[1];
+      a[step][3] = high[1];
+    }
+    __syncwarp();
+    ring.release();
+    arranged.wait_full();
+    const u64 n = wgmma_descriptor_k_major<kSpan>(shared.memory + kArrangedAt);
+    const u32 stage = static_cast<u32>(arranged.stage * (2 * kHalf));
+    float fresh[kSums];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) ptx::wgmma_fence_registers(a[step]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const u32 at = stage + static_cast<u32>(step / 4 * kHalf + step % 4 * 32);
+      ptx::wgmma<kTokens, bf16>(fresh, a[step], wgmma_descriptor_advance(n, at), step > 0);
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_fence_registers(fresh);
+    arranged.release();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum[i] = fmaf(fresh[i], i / 2 % 2 == 0 ? low_scale : high_scale, sum[i]);
+    low_scale = next_low;
+    high_scale = next_high;
+  }
+}
+
+// The sums of all parts of a tile in place of this block's, if it is the last to store them. squares: of each token.
+__device__ __forceinline__ bool merge(float (&sum)[kSums], const Shared& shared, const gemm::EvenWork& work,
+                                      const Output& out, int block, int tile, const Place& place, float* squares) {
+  const int first = work.first_block(tile), last = work.last_block(tile);
+  if (first == last) return true;
+  float* own = out.parts + static_cast<i64>(work.slot(block, tile)) * kPartFloats;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j)
+    *reinterpret_cast<float4*>(own + (j * kConsumerThreads + place.thread) * 4) =
+        make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
+  if (kNorm && place.thread < kTokens) own[kSums * kConsumerThreads + place.thread] = squares[place.thread];
+  if (!gemm::is_last_part<kConsumerThreads>(out.counters + tile, last - first + 1, place.thread, 1, shared.told()))
+    return false;
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
+  float square = 0.0f;
+#pragma unroll 4
+  for (int other = first; other <= last; ++other) {
+    const float* from = out.parts + static_cast<i64>(work.slot(other, tile)) * kPartFloats;
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) {
+      const float4 part = *reinterpret_cast<const float4*>(from + (j * kConsumerThreads + place.thread) * 4);
+      sum[j * 4] += part.x;
+      sum[j * 4 + 1] += part.y;
+      sum[j * 4 + 2] += part.z;
+      sum[j * 4 + 3] += part.w;
+    }
+    if (kNorm && place.thread < kTokens) square += from[kSums * kConsumerThreads + place.thread];
+  }
+  if constexpr (kNorm) {
+    if (place.thread < kTokens) squares[place.thread] = square;
+    ptx::bar_sync(1, kConsumerThreads);
+  }
+  return true;
+}
+
+__device__ __forceinline__ void write(const float (&sum)[kSums], const Output& out, int tile, const Place& place,
+                                      const float* squares) {
+  constexpr auto kAct = static_cast<gemm::Activation>(kActivation);
+  const int column = tile * kTileColumns + place.column;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int token = Place::token(j, e);
+      if (token >= out.tokens) continue;
+      float factor = Operand::kFactor;
+      if constexpr (kNorm) factor *= rsqrtf(squares[token] / static_cast<float>(out.depth) + out.epsilon);
+      float values[2] = {sum[j * 4 + e] * factor, sum[j * 4 + 2 + e] * factor};
+#pragma unroll
+      for (int half = 0; half < (kGated ? 1 : 2); ++half) {
+        const int at = column + half * 8;
+        if (at >= out.columns) continue;
+        float value = values[half];
+        if constexpr (kHasBias) value += to_float(out.bias[at * out.bias_stride]);
+        value = gemm::activate<kAct>(value);
+        if constexpr (kGated) {
+          float up = values[1];
+          if constexpr (kHasBias) up += to_float(out.bias[(out.columns + at) * out.bias_stride]);
+          value *= up;
+        }
+        if constexpr (kHasResidual) value += to_float(out.residual[token * out.residual_stride + at]);
+        out.y[token * out.y_stride + at] = from_float<bf16>(value);
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    linear_w8a16(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* scales,
+                 const Bias* bias, const bf16* residual, bf16* y, const bf16* gamma, float* parts, u32* counters, int tokens,
+                 int columns, int depth, float epsilon, i64 scale_stride, i64 bias_stride, i64 residual_stride,
+                 i64 y_stride) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const Shared shared{smem};
+  const int tiles = (columns + kTileColumns - 1) / kTileColumns, tile_stages = (depth + kDepth - 1) / kDepth;
+  const gemm::EvenWork work{tile_stages, tiles * tile_stages, static_cast<int>(gridDim.x)};
+  const int block = static_cast<int>(blockIdx.x);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&x_map);
+    ptx::prefetch_tensormap(&w_map);
+    shared.ring().initialise(kThreads / 32 - 1);
+    shared.arranged().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
+    shared.squares_ring().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  ptx::griddepcontrol_launch_dependents();
+
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp == kThreads / 32 - 1) {
+    if (lane() == 0) produce(shared, x_map, w_map, work, block, columns);
+    return;
+  }
+  if (warp >= kConsumerThreads / 32) {
+    arrange(shared, work, block, gamma, depth);
+    return;
+  }
+  ptx::griddepcontrol_wait();
+  const Output out{bias, residual, y, parts, counters, bias_stride, residual_stride, y_stride, tokens, columns, depth, epsilon};
+  const Place place;
+  Ring ring = shared.ring();
+  ArrangedRing arranged = shared.arranged();
+  SquaresRing squares_ring = shared.squares_ring();
+  gemm::for_each_part(work, block, [&](const gemm::WorkPart& part) {
+    float sum[kSums] = {};
+    const int row = part.tile * kTileColumns;
+    multiply(sum, shared, ring, arranged, place, part, scales + row / kDepth * scale_stride,
+             scales + (kGated ? columns + row : row) / kDepth * scale_stride);
+    float* squares = shared.squares();
+    if constexpr (kNorm) {
+      squares_ring.wait_full();
+      if (place.thread < kTokens) squares[place.thread] += squares[kTokens + place.thread];
+      ptx::bar_sync(1, kConsumerThreads);
+    }
+    if (merge(sum, shared, work, out, block, part.tile, place, squares)) write(sum, out, part.tile, place, squares);
+    if constexpr (kNorm) {
+      __syncwarp();
+      squares_ring.release();
+    }
+  });
+}

@@ -1,0 +1,123 @@
+"""Products of e4m3 weights and few tokens, cut evenly over the blocks: norm, product, gates, residual in one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cki
+import cki.sim
+from cki import dtypes, reference
+from cki.engine.device_memory import DeviceTensors
+from cki.engine.program import StepProgram, Workspace
+from cki.engine.quantized import QuantizedWeight, dequantize_blocks, quantize_blocks
+from cki.operand import dense
+from cki.ops.linear_decode import Norm
+from cki.ops.linear_w8a16 import plan_linear_w8a16
+from tests.compare import assert_close
+
+F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+EPSILON = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """tokens x depth by columns; bias: its type.  sm_count: blocks that share the stages of all tiles."""
+
+    tokens: int
+    depth: int
+    columns: int
+    norm: bool = False
+    gated: bool = False
+    activation: str | None = None
+    bias: np.dtype | None = None
+    residual: bool = False
+    sm_count: int = 2
+
+
+def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
+    """In float64; rounded: plainly in bf16 instead, each operation rounded."""
+
+    def kept(values):
+        return np.asarray(values).astype(BF16 if rounded else np.float64).astype(np.float64)
+
+    x = arrays["x"].astype(np.float64)
+    if case.norm:
+        x = kept(reference.rms_norm(x, arrays["gamma"], eps=EPSILON))
+    w, bias = dequantize_blocks(QuantizedWeight(arrays["w"], arrays["scales"])), arrays.get("bias")
+    if case.gated:
+        product = kept(reference.linear(x, w, bias, weight_layout="out_in"))
+        y = reference.gated_activation(product, activation=case.activation)
+    else:
+        y = kept(reference.linear(x, w, bias, activation=case.activation, weight_layout="out_in"))
+    if case.residual:
+        y = kept(y) + arrays["y"].astype(np.float64)
+    return kept(y)
+
+
+def inputs(case: Case) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(case.depth + case.tokens)
+    rows = case.columns * (2 if case.gated else 1)
+    found = {
+        "x": (rng.normal(size=(case.tokens, case.depth)) * (3 if case.norm else 1)).astype(BF16),
+        "y": rng.normal(size=(case.tokens, case.columns)).astype(BF16),
+    }
+    if case.norm:
+        found["gamma"] = (1 + 0.2 * rng.normal(size=case.depth)).astype(BF16)
+    w = rng.normal(size=(rows, case.depth)) / np.sqrt(case.depth)
+    # Blocks of very different sizes: a scale that is another block's shows.
+    w *= 2.0 ** rng.integers(-3, 3, (rows, -(-case.depth // 128))).repeat(128, 1)[:, : case.depth]
+    quantized = quantize_blocks(w.astype(F32))
+    found |= {"w": quantized.codes, "scales": quantized.scales}
+    if case.bias is not None:
+        found["bias"] = rng.normal(size=rows).astype(case.bias)
+    return found
+
+
+def run(case: Case, arrays, device, launches: int = 1) -> np.ndarray:
+    arrays = {**arrays, "counters": np.zeros(64, np.uint32)}
+    specs = [(name, values.shape, dtypes.from_numpy(values.dtype)) for name, values in arrays.items()]
+    memory = DeviceTensors(device, specs)
+    for name, values in arrays.items():
+        memory.write(name, values)
+    memory.finish()
+    operands = {name: dense(name, shape, dtype) for name, shape, dtype in specs}
+    plan = plan_linear_w8a16(
+        operands["x"], operands["w"], operands.get("bias"), operands["y"] if case.residual else None, operands["y"],
+        dataclasses.replace(device, sm_count=case.sm_count), activation=case.activation, gated=case.gated,
+        norm=Norm(operands["gamma"], EPSILON) if case.norm else None, scales=operands["scales"],
+        counters=operands["counters"],
+    )  # fmt: skip
+    assert len(plan.steps) == 1
+    program = StepProgram(plan, device, {**dict(memory.items()), **Workspace(device).take(plan)})
+    for _ in range(launches):
+        program.launch(0)
+    assert not np.asarray(memory["counters"].numpy()).any()
+    return np.asarray(memory["y"].numpy()).copy()
+
+
+CASES = [
+    Case(1, 16, 5),
+    Case(
+        5, 656, 260, norm=True, bias=BF16, sm_count=3
+    ),  # tiles that two blocks share, and one tile more than whole
+    Case(16, 528, 128, norm=True, gated=True, activation="silu", bias=F32, sm_count=3),
+    Case(33, 400, 136, residual=True, activation="gelu", sm_count=5),
+    Case(23, 272, 100, norm=True, residual=True, sm_count=1),
+    Case(8, 1152, 64, residual=True, sm_count=7),  # one tile of many parts
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_the_definition(device, case):
+    arrays = inputs(case)
+    if device.kind == "sim":
+        with cki.sim.checks(adversarial=True, hazards=True, races=True, seed=3):
+            found = run(case, arrays, device.info)
+    else:
+        found = run(case, arrays, device.info)
+    exact, plain = (definition(case, arrays, rounded=rounded) for rounded in (False, True))
+    assert_close(found.astype(np.float64), exact, plain)
