@@ -305,6 +305,10 @@ def adapter_for(cls: type, name: str) -> Adapter:
     """
     if not issubclass(cls, torch.Tensor):
         raise InvalidTypeError(f"{name} is a {type_name(cls)}, not a tensor", hint="a torch.Tensor")
+    if issubclass(cls, torch.nn.parameter.UninitializedTensorMixin):
+        raise InvalidTypeError(
+            f"{name} is a {type_name(cls)}, which has no shape yet", hint="run the lazy module once before"
+        )
     if cls.__module__ in _TRACING:
         return _TRACED
     if getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:

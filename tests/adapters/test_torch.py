@@ -204,6 +204,15 @@ def test_tensors_inside_torch_func_transforms_are_refused():
     assert any("no memory of its own" in problem for problem in found), found
 
 
+def test_parameters_without_a_shape_are_refused_until_they_have_one():
+    module = torch.nn.LazyLinear(4)
+    with cki.device("sim"), torch.no_grad():
+        with pytest.raises(InvalidTypeError, match="w is a .*UninitializedParameter, which has no shape yet"):
+            cki.linear(torch.ones(2, 3), module.weight)
+        module(torch.ones(2, 3))
+        assert cki.linear(torch.ones(2, 3), module.weight, weight_layout="out_in").shape == (2, 4)
+
+
 def test_wrapper_subclasses_are_refused_by_name():
     from torch.testing._internal.two_tensor import TwoTensor
 
