@@ -72,9 +72,10 @@ struct OutputBuffers {
     __syncwarp();  // the lane that begins the next phase must not leave others behind in this one
   }
 
-  // All lanes: the buffer to fill next; its last store has been read.
+  // All lanes: the buffer to fill next; its last store has been read. kCount: of the buffers.
+  template <int kCount>
   __device__ __forceinline__ unsigned char* acquire() const {
-    if (threadIdx.x % 32 == 0) ptx::bulk_wait_group_read<kOutputBuffers - 1>();
+    if (threadIdx.x % 32 == 0) ptx::bulk_wait_group_read<kCount - 1>();
     __syncwarp();
     return memory + next * kWarpSlabBytes;
   }
@@ -289,7 +290,7 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
     if constexpr (Rules::kTmaResidual) {
       buffer = buffers.memory + buffers.next * kWarpSlabBytes;
     } else {
-      buffer = buffers.acquire();
+      buffer = buffers.template acquire<Rules::kBuffers>();
     }
     const auto place_of = [&](int j) {  // of blocks j and j + 1
       return buffer + swizzle<kSpan>(static_cast<u32>(lane % 16 * kSpan + (j + lane / 16) * 16));
