@@ -57,6 +57,43 @@ def test_the_float64_reference_is_the_model(config):
         np.testing.assert_allclose(vectors, cki.reference.mean_pool(truth, MASK), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("config", "is_prepared"),
+    [(CONFIG, True), (PRE_LN, False)],
+    ids=["bert, prepared", "roberta-prelayernorm"],
+)
+def test_the_error_is_within_its_bound_at_every_depth(device, config, is_prepared):
+    """Four layers, cut off behind each: what a layer adds to the error is no more than twice what torch's does."""
+    config = {**config, "num_hidden_layers": 4}
+    model, state = random_model(config, seed=3)
+    plain_model = random_model(config, seed=3)[0].to(torch.float16)
+    ids = some_ids(config)
+    chosen = MASK.astype(bool)
+    for depth in (1, 2, 3, 4):
+        parts = {
+            name: value
+            for name, value in state.items()
+            if not name.startswith("encoder.layer.") or int(name.split(".")[2]) < depth
+        }
+        encoder = cki.Encoder.from_weights(
+            on(device, parts, np.float16), {**config, "num_hidden_layers": depth}
+        )
+        encoder = encoder.prepare() if is_prepared else encoder
+        got = device.numpy(encoder(device.array(ids), device.array(MASK)))
+        truth, plain = (_cut(one, depth, ids) for one in (model, plain_model))
+        assert_close(got[chosen], truth[chosen], plain[chosen])
+
+
+def _cut(model, depth, ids):
+    """Hidden states of a model's first layers, in float64."""
+    layers = model.encoder.layer
+    model.encoder.layer = layers[:depth]
+    try:
+        return forward(model, ids, MASK).double().numpy()
+    finally:
+        model.encoder.layer = layers
+
+
 @pytest.mark.parametrize("activation", ["gelu_new", "relu"])
 def test_other_activations(device, activation):
     check(device, {**CONFIG, "hidden_act": activation}, mask=MASK)
