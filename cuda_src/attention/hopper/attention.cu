@@ -44,14 +44,6 @@
 using namespace cki;
 using namespace cki::attention;
 
-// Scores of a finished product to logits. kBandTest: some row does not see some key of the tile.
-template <bool kBandTest, int kCount>
-__device__ __forceinline__ void finish_scores(float (&scores)[kCount], const Rows& rows, int first_key,
-                                              const Band& band, const LogitRules& rules) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) finish_logits<Features, kBandTest>(scores, r, first_key, rows.query[r], band, rules);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hopper(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, u32* counter,                                   //
@@ -135,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const bool is_issuer = ptx::elect_one();
     if (!kPaged && !is_issuer) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    // A lane's box of a tile of keys in a cache: looked up a tile ahead, which hides the table's latency.
+    // A lane's box of a tile of keys in a cache: looked up when the tile before is on its way, which hides the latency.
     const auto find_box = [&](const SequenceTile& tile, int j) {
       BoxEntry<TableIndex> box{};
       if constexpr (kPaged) {
@@ -144,50 +136,58 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       return box;
     };
-    // last_batch: 0 where all batches share their keys or values (stride 0), which the tensor map holds once.
-    const auto load_rows = [&](auto type, int place, const TensorMap* map, u64* full, const SequenceTile& tile, int j,
-                               const BoxEntry<TableIndex>& box, int last_batch) {
+    // Waits for room in a ring, then copies a tile of keys or values there. Whatever a copy needs is ready before that wait:
+    // consumers may be waiting for the copy. last_batch: 0 where all batches share their keys or values (stride 0), which
+    // the tensor map holds once.
+    const auto load_rows = [&](auto type, const auto& ring, int places, const TensorMap* map, u64* full, int kv_head,
+                               const SequenceTile& tile, int j, const BoxEntry<TableIndex>& box, int last_batch) {
       using Type = decltype(type);
+      unsigned char* const place = smem + places + ring.stage * Type::kBytes;
       if constexpr (kPaged) {
-        load_paged_tile<Type, kBoxKeys>(smem + place, map, full, box.place(blocks), first_head_of(tile) / group,
-                                        is_issuer);
+        const PagedBoxes boxes(box.place(blocks));
+        ring.wait_empty();
+        load_paged_tile<Type, kBoxKeys>(place, map, full, boxes, kv_head, is_issuer);
       } else {
-        load_tile<Type>(smem + place, map, full, tile.first_key + j * kBlockKeys, first_head_of(tile) / group,
-                        min(batch_of(tile), last_batch));
+        ring.wait_empty();
+        load_tile<Type>(place, map, full, tile.first_key + j * kBlockKeys, kv_head, min(batch_of(tile), last_batch));
       }
     };
-    const auto load_keys = [&](const SequenceTile& tile, int j, const BoxEntry<TableIndex>& box) {
-      key_ring.wait_empty();
-      load_rows(KeyTile{}, Layout::kKeys + key_ring.stage * KeyTile::kBytes, &k_map, key_ring.full + key_ring.stage, tile,
-                j, box, last_key_batch);
+    const auto load_keys = [&](const SequenceTile& tile, int kv_head, int j, const BoxEntry<TableIndex>& box) {
+      load_rows(KeyTile{}, key_ring, Layout::kKeys, &k_map, key_ring.full + key_ring.stage, kv_head, tile, j, box,
+                last_key_batch);
       key_ring.advance();
     };
-    const auto load_values = [&](const SequenceTile& tile, int j, const BoxEntry<TableIndex>& box) {
-      value_ring.wait_empty();
-      const int place = Layout::kValues + value_ring.stage * ValueTile::kBytes;
-      const int unused = (j + 1) * kBlockKeys - tile.keys;  // keys of the tile that do not exist
-      const bool is_cleared = kPaged && unused > 0 && tile.keys % block_size != 0;
+    // cleared_tile: that which ends in a block with unused slots, or none.
+    const auto load_values = [&](const SequenceTile& tile, int kv_head, int j, const BoxEntry<TableIndex>& box,
+                                 int cleared_tile) {
+      const bool is_cleared = kPaged && j == cleared_tile;
       u64* const full = value_ring.full + value_ring.stage;
-      load_rows(ValueTile{}, place, &v_map, is_cleared ? tail.full : full, tile, j, box, last_value_batch);
+      load_rows(ValueTile{}, value_ring, Layout::kValues, &v_map, is_cleared ? tail.full : full, kv_head, tile, j, box,
+                last_value_batch);
       if (is_cleared) {
         tail.wait_full();
         tail.advance();
         __syncwarp();
-        const int first = kBlockKeys - unused;
-        clear_rows<ValueTile>(smem + place, first, min(kBlockKeys, first + block_size - tile.keys % block_size));
+        const int first = tile.keys - j * kBlockKeys;
+        clear_rows<ValueTile>(smem + Layout::kValues + value_ring.stage * ValueTile::kBytes, first,
+                              min(kBlockKeys, first + block_size - tile.keys % block_size));
         if (is_issuer) ptx::mbarrier_arrive(full);
       }
       value_ring.advance();
     };
+    // The shuffle keeps the compiler from dividing once more for each copy.
+    const auto kept = [](int value) { return kPaged ? __shfl_sync(kFullWarp, value, 0) : value; };
+    const auto kv_head_of = [&](const SequenceTile& tile) { return kept(first_head_of(tile) / group); };
     if (warp == 1) {
       for (work.begin(); work.has_work(); work.next()) {
         const SequenceTile tile = work.tile;
         const Range range = Part(tile, band_of(tile), 0).block;
-        BoxEntry<TableIndex> next = find_box(tile, range.end_tile - 1);
+        const int kv_head = kv_head_of(tile);
+        const int cleared_tile = kept(tile.keys % block_size != 0 ? tile.keys / kBlockKeys : -1);
+        BoxEntry<TableIndex> box = find_box(tile, range.end_tile - 1);
         for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
-          const BoxEntry<TableIndex> box = next;
-          next = find_box(tile, j - 1);
-          load_values(tile, j, box);
+          load_values(tile, kv_head, j, box, cleared_tile);
+          box = find_box(tile, j - 1);
         }
       }
       return;
@@ -203,8 +203,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       // The next tile is drawn while the last copies of this one wait for room: late, because a number drawn at the start of
       // a long tile would be the longest of those left, in the hands of the block that comes to it last.
       const int last = range.end_tile - 1, wish_at = min(last, range.begin_tile + 2);
-      BoxEntry<TableIndex> next = find_box(tile, last - 1);
-      load_keys(tile, last, find_box(tile, last));
+      const int kv_head = kv_head_of(tile);
+      load_keys(tile, kv_head, last, find_box(tile, last));
+      BoxEntry<TableIndex> box = find_box(tile, last - 1);
 #pragma unroll 1
       for (int i = 0; i < kConsumers; ++i) {
         query_ring.wait_empty();
@@ -223,12 +224,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       for (int j = last; j >= range.begin_tile; --j) {
         if (j > range.begin_tile) {
-          const BoxEntry<TableIndex> box = next;
-          next = find_box(tile, j - 2);
-          load_keys(tile, j - 1, box);
+          load_keys(tile, kv_head, j - 1, box);
+          box = find_box(tile, j - 2);
         }
         if (j == wish_at && is_issuer) work.wish_for_next();
-        if constexpr (!kPaged) load_values(tile, j, {});
+        if constexpr (!kPaged) load_values(tile, kv_head, j, {}, -1);
       }
     }
     return;
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   };
   const auto first_softmax = [&](auto& scores, Rows& rows, const Band& band, auto band_test, int tile) {
     float correction[2];
-    finish_scores<decltype(band_test)::kValue>(scores, rows, tile * kBlockKeys, band, rules);
+    finish_scores<Features, decltype(band_test)::kValue>(scores, rows.query, tile * kBlockKeys, band, rules);
     take_tile<decltype(band_test)::kValue || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction,
                                                                           exponent_scale);
     DroppedWeights<kBlockKeys>(dropout, tile, rows.query).apply(scores);
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
-    finish_scores<kBandTest>(scores, rows, tile * kBlockKeys, band, rules);
+    finish_scores<Features, kBandTest>(scores, rows.query, tile * kBlockKeys, band, rules);
     LazySoftmax<kBandTest || kBias || kMask, kScaleFirst, kAhead, kBlockKeys / 2> softmax(scores, rows.softmax,
                                                                                           exponent_scale);
     softmax.begin([&](const float(&correction)[2]) {
@@ -354,8 +354,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     ptx::wgmma_fence_registers(thread);  // opaque: computed here, not kept in a register through the main loop
     // Of the pair row, row + 8.
     const int row = part.first_query(consumer) * kPackedHeads + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);
-    const int end_row = min(tile.queries, kUsedRows < kGroupRows ? part.first_query(consumer) + kGroupQueries : tile.queries) *
-                        kPackedHeads;
+    const int end_query = kUsedRows < kGroupRows ? part.first_query(consumer) + kGroupQueries : tile.queries;
+    const int end_row = min(tile.queries, end_query) * kPackedHeads;
 
     Rows rows;
 #pragma unroll

@@ -203,14 +203,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
                    kScaleFirst ? kLog2e : positive(scale * logits) * kLog2e,
                    descale(v_descale, v_descale_batch, v_descale_head)};
   };
-  const auto finish_scores = [&](float(&scores)[kBlockKeys / 2], const Rows& rows, const Scaling& scaling, auto band_test,
-                                 int tile) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      finish_logits<Features, decltype(band_test)::kValue>(scores, r, tile * kBlockKeys, rows.query[r], band,
-                                                           scaling.rules);
-    }
-  };
   // S of the first tile and its softmax, with nothing to overlap them.
   const auto first_step = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Scaling& scaling, auto band_test,
                               int tile) {
@@ -223,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
     float moved[2];
-    finish_scores(scores, rows, scaling, band_test, tile);
+    finish_scores<Features, decltype(band_test)::kValue>(scores, rows.query, tile * kBlockKeys, band, scaling.rules);
     take_e4m3_tile<decltype(band_test)::kValue, kScaleFirst>(scores, rows.softmax, moved, scaling.exponent);
     pack_e4m3_weights(rows.weights, scores);
   };
@@ -241,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
     key_ring.release();
-    finish_scores(scores, rows, scaling, band_test, tile);
+    finish_scores<Features, decltype(band_test)::kValue>(scores, rows.query, tile * kBlockKeys, band, scaling.rules);
     const auto finish_values = [&] {
       wait_values(rows);
       value_ring.release();

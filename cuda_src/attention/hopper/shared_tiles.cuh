@@ -49,24 +49,39 @@ __device__ __forceinline__ void load_packed_heads(unsigned char* tile, const Ten
   }
 }
 
-// The same by a whole warp for keys or values in a cache of blocks: a box of kBoxRows rows each, which lies within one block.
-// Lane i knows the place of box i; a block outside the cache gives zeros, and no traffic. is_issuer: of one lane.
+// The boxes of a tile of keys or values in a cache, by a whole warp: lane i knows the place of box i. The first one's is in
+// all lanes beforehand, so that its copy need not wait for a shuffle.
+struct PagedBoxes {
+  KeyPlace own;
+  KeyPlace first;
+
+  __device__ __forceinline__ explicit PagedBoxes(const KeyPlace& own) : own(own), first(of(0)) {}
+
+  __device__ __forceinline__ KeyPlace of(int box) const {
+    return {__shfl_sync(0xffffffffu, own.block, box), __shfl_sync(0xffffffffu, own.slot, box)};
+  }
+};
+
+// load_tile of keys or values in a cache of blocks: a box of kBoxRows rows each, which lies within one block. A block
+// outside the cache gives zeros, and no traffic. is_issuer: of one lane.
 template <class Tile, int kBoxRows>
 __device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full,
-                                                const KeyPlace& own_box, int head, bool is_issuer) {
+                                                const PagedBoxes& boxes, int head, bool is_issuer) {
   static_assert(kBoxRows % 16 == 0 && Tile::kRows % kBoxRows == 0, "whole swizzle patterns, whole boxes");
   constexpr int kBoxes = Tile::kRows / kBoxRows;
   static_assert(kBoxes <= 32, "a lane for each box");
   if (is_issuer) ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
+  KeyPlace place = boxes.first;
 #pragma unroll 1  // the producer has few registers
   for (int box = 0; box < kBoxes; ++box) {
-    const int block = __shfl_sync(0xffffffffu, own_box.block, box), slot = __shfl_sync(0xffffffffu, own_box.slot, box);
-    if (!is_issuer) continue;
+    if (is_issuer) {
 #pragma unroll
-    for (int slab = 0; slab < Tile::kSlabs; ++slab) {
-      ptx::tma_load_4d(tile + slab * Tile::kSlabBytes + box * kBoxRows * Tile::kSpan, map, full,
-                       slab * Tile::kSlabColumns, slot, head, block);
+      for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+        ptx::tma_load_4d(tile + slab * Tile::kSlabBytes + box * kBoxRows * Tile::kSpan, map, full,
+                         slab * Tile::kSlabColumns, place.slot, head, place.block);
+      }
     }
+    if (kBoxes > 1) place = boxes.of(box + 1 < kBoxes ? box + 1 : 0);
   }
 }
 
