@@ -1,6 +1,7 @@
 """CKI in JAX: inside `jit` beside JAX's own operations, under `vmap`, and a cache that is donated to a decoding step.
 
-With no GPU the kernels run through the simulated device.
+A kernel of your own becomes an operation by a rule for its shapes, inside `jit` too.  With no GPU the kernels run
+through the simulated device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,18 @@ import jax.numpy as jnp
 
 import cki
 from cki.adapters.jax import dot_product_attention
+
+CLIP = """
+extern "C" __global__ void clip(const float* x, float* y, float limit, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = fminf(fmaxf(x[i], -limit), limit);
+}
+"""
+
+
+def clip_rule(x: Any, *, limit: float) -> cki.LaunchRule:
+    """Outputs and launch of the kernel above for x of some shape."""
+    return cki.LaunchRule({"y": (x.shape, x.dtype)}, grid=-(-x.size // 256), block=256, numbers={"n": x.size})
 
 
 @functools.partial(jax.jit, static_argnames="ours")
@@ -60,6 +73,11 @@ def main() -> None:
             last, cache = decode(tokens[position], cache, table, jnp.int32(position))
         whole = cki.attention(*[tokens.reshape(1, 20, 2, 32)] * 3, causal=True)
         print("20 decoding steps: largest difference", float(jnp.abs(last[0] - whole[0, -1]).max()))
+
+        clip = cki.load(CLIP).operation(clip_rule)
+        clipped = jax.jit(lambda x: clip(2 * x, limit=1.0) + 1)(x)
+        difference = jnp.abs(clipped - (jnp.clip(2 * x, -1, 1) + 1)).max()
+        print("own kernel inside jit: largest difference", float(difference))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,30 @@
 """CKI on PyTorch tensors: zero-copy, on torch's current stream, outputs from torch's allocator.
 
-Needs no gradient: calls belong inside `torch.inference_mode()` or `torch.no_grad()`.  With no GPU the same lines run
-on CPU tensors through the simulated device.
+Needs no gradient: calls belong inside `torch.inference_mode()` or `torch.no_grad()`.  A kernel of your own becomes an
+operator by a rule for its shapes, which torch.compile sees too.  With no GPU the same lines run on CPU tensors through
+the simulated device.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import cki
+
+CLIP = """
+extern "C" __global__ void clip(const float* x, float* y, float limit, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = fminf(fmaxf(x[i], -limit), limit);
+}
+"""
+
+
+def clip_rule(x: Any, *, limit: float) -> cki.LaunchRule:
+    """Outputs and launch of the kernel above for x of some shape."""
+    return cki.LaunchRule({"y": (x.shape, x.dtype)}, grid=-(-x.size // 256), block=256, numbers={"n": x.size})
 
 
 def main() -> None:
@@ -49,8 +64,15 @@ def main() -> None:
             return torch.sigmoid(cki.rms_norm(2 * x, weight))
 
         # One graph: the call becomes the operator torch.ops.cki.rms_norm.
-        compiled = torch.compile(block, fullgraph=True, backend="inductor" if on_gpu else "aot_eager")
+        backend = "inductor" if on_gpu else "aot_eager"
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
         print("compiled:  ", "largest difference", float((compiled(x) - block(x)).abs().max()))
+
+        clip = cki.load(CLIP).operation(clip_rule)
+        numbers = torch.randn(batch, seq, device=place)
+        with_clip = torch.compile(lambda x: clip(2 * x, limit=1.0) + 1, fullgraph=True, backend=backend)
+        expected = (2 * numbers).clamp(-1, 1) + 1
+        print("own kernel:", "largest difference", float((with_clip(numbers) - expected).abs().max()))
 
 
 if __name__ == "__main__":
