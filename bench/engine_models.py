@@ -39,7 +39,8 @@ SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {}, "plain": {"fused": False}, "fused": {"fused": True}, "merged": {"fused": True, "merge_inside": True},
     "fp8": {"fused": True, "fp8": True}, "fp8_w8a8": {"fused": True, "fp8": True, "w8a16_rows": 0},
-    "fp8_even": {"fused": True, "fp8": True, "even_rows": (1, 64)},
+    "even": {"even_rows": (1, 64), "merge_inside": True},
+    "fp8_even": {"fused": True, "fp8": True, "even_rows": (1, 64), "merge_inside": True},
     "fp8_kv": {"fused": True, "fp8": True, "kv_codes": True},
 }  # fmt: skip
 #: Standard deviation of random codes.

@@ -16,13 +16,13 @@ from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.linear_decode import MAX_TOKENS
 from cki.heuristics.linear_skinny import MIN_WEIGHT_BYTES
-from cki.heuristics.linear_w8a16 import tiles
+from cki.heuristics.linear_tokens import tiles
 from cki.operand import Operand, dense
 from cki.ops.gated_linear import plan_gated_linear
 from cki.ops.linear import plan_linear
 from cki.ops.linear_decode import Norm, decode_obstacles, plan_linear_decode
 from cki.ops.linear_fp8 import plan_linear_fp8
-from cki.ops.linear_w8a16 import plan_linear_w8a16
+from cki.ops.linear_tokens import plan_linear_tokens, token_obstacles
 from cki.ops.norm import plan_rms_norm
 from cki.ops.norm_quantize import plan_norm_quantize
 from cki.ops.pointwise import plan_gated_activation
@@ -59,7 +59,7 @@ class Products:
     fused: whether norms and gates go into products of few tokens, also of weights that are no codes; None: of small
     ones.  On an H200 a step of SmolLM2's shapes takes 0.57 of the time so; Qwen3-8B's products are slower.
     w8a16_rows: tokens up to which codes are multiplied in 16 bits, where the device has another way.
-    even_rows: tokens (first, last) whose codes `linear_w8a16` multiplies, with zeros in memory named "tile_counters".
+    even_rows: the fewest and most tokens that `linear_tokens` takes, with zeros in memory named "tile_counters".
     """
 
     device: DeviceInfo
@@ -70,7 +70,7 @@ class Products:
     def project(self, stream: Stream, norm: Norm, weight: Weight, y: Operand) -> tuple[Step, ...]:
         """y = norm(stream) @ w.T + bias."""
         x = stream.x
-        if self._few(x, weight):
+        if not stream.pending and self._few(x, weight):
             return self._in_parts(x, weight, y, norm=norm)
         if weight.scales is not None:
             codes = self._codes(x.shape)
@@ -83,7 +83,7 @@ class Products:
     def gate(self, stream: Stream, norm: Norm, weight: Weight, y: Operand, activation: str) -> Plan:
         """y = activation(gate) * up, [gate | up] = norm(stream) @ w.T + bias."""
         x = stream.x
-        if self._few(x, weight):
+        if not stream.pending and self._few(x, weight, gated=True):
             return Plan(self._in_parts(x, weight, y, norm=norm, activation=activation, gated=True))
         if weight.scales is not None:
             projected = dense(_PROJECTED, (y.shape[0], 2 * y.shape[1]), y.dtype)
@@ -109,14 +109,17 @@ class Products:
             return steps + self._w8a8((codes, scales), weight, stream.delta), replace(stream, pending=True)
         return plan_linear(z, weight.w, weight.bias, x, x, self.device, weight_layout="out_in"), stream
 
-    def _evenly(self, x: Operand, weight: Weight) -> bool:
-        """Whether `linear_w8a16` computes a product."""
+    def _evenly(self, x: Operand, weight: Weight, *, gated: bool) -> bool:
+        """Whether `linear_tokens` computes a product."""
         first, last = self.even_rows
-        return weight.scales is not None and first <= x.shape[0] <= last
+        y = dense("y", (x.shape[0], weight.w.shape[0] // (2 if gated else 1)), x.dtype)
+        return first <= x.shape[0] <= last and not token_obstacles(
+            x, weight.w, y, self.device, gated=gated, scales=weight.scales
+        )
 
-    def _few(self, x: Operand, weight: Weight) -> bool:
+    def _few(self, x: Operand, weight: Weight, *, gated: bool = False) -> bool:
         """Whether norms, gates and residual go into a product."""
-        if self._evenly(x, weight):
+        if self._evenly(x, weight, gated=gated):
             return True
         if weight.scales is not None:
             return x.shape[0] <= self.w8a16_rows or self.device.arch not in _W8A8
@@ -129,12 +132,12 @@ class Products:
         self, x: Operand, weight: Weight, y: Operand, *, norm: Norm | None = None, residual: Operand | None = None,
         activation: str | None = None, gated: bool = False,
     ) -> tuple[Step, ...]:  # fmt: skip
-        """By `linear_w8a16` in one launch, or by `linear_decode`, as many tokens a launch as it takes."""
-        if self._evenly(x, weight):
-            assert weight.scales is not None
-            return plan_linear_w8a16(
+        """By `linear_tokens` in one launch, or by `linear_decode`, as many tokens a launch as it takes."""
+        if self._evenly(x, weight, gated=gated):
+            count = tiles(y.shape[1], gated=gated)
+            return plan_linear_tokens(
                 x, weight.w, weight.bias, residual, y, self.device, norm=norm, activation=activation, gated=gated,
-                scales=weight.scales, counters=dense("tile_counters", (tiles(y.shape[1], gated=gated),), dtypes.u32),
+                scales=weight.scales, counters=dense("tile_counters", (count,), dtypes.u32),
             ).steps  # fmt: skip
         for size in (min(x.shape[0], MAX_TOKENS), 8, 4, 2, 1):
             first = _rows(x, 0, min(size, x.shape[0])), _rows(y, 0, min(size, x.shape[0]))

@@ -33,7 +33,7 @@ from cki.ops.attention_hopper import workspace_of
 from cki.ops.embedding import plan_embed_tokens
 from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
-from cki.ops.linear_w8a16 import parts_workspace
+from cki.ops.linear_tokens import parts_workspace
 from cki.ops.paged import plan_paged_attention
 from cki.ops.rope import Rotation, plan_append_kv
 from cki.ops.sampling import plan_sample_tokens
@@ -107,8 +107,6 @@ class DecoderPlanner:
         heads = c.num_heads * c.head_dim
         widest = max(c.hidden_size, heads, c.intermediate_size)
         of_codes = {
-            # Zeros before and after each step; of the most tiles that a product has.
-            "tile_counters": ((-(-(widest + 2 * c.num_kv_heads * c.head_dim) // 64),), dtypes.u32),
             "delta": ((t, c.hidden_size), self.dtype), "last_delta": ((n, c.hidden_size), self.dtype),
             "codes": ((t, widest), dtypes.e4m3),
             "code_scales": ((t, -(-widest // 128)), dtypes.f32),
@@ -137,6 +135,10 @@ class DecoderPlanner:
             "logprobs": ((n,), dtypes.f32),
             "top_tokens": ((n, MAX_ALTERNATIVES), dtypes.i32),
             "top_logprobs": ((n, MAX_ALTERNATIVES), dtypes.f32),
+            "tile_counters": (
+                (max(c.vocab_size, 2 * (widest + 2 * c.num_kv_heads * c.head_dim)) // 128 + 1,),
+                dtypes.u32,
+            ),
             "counters": ((n * c.num_heads,), dtypes.u32),  # zeros before and after each step
             "seen": ((self.seen_rows, -(-c.vocab_size // 32)), dtypes.u32),
             **{name: ((n,), dtype) for name, dtype in SAMPLING.items()},

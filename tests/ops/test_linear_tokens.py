@@ -1,4 +1,4 @@
-"""Products of e4m3 weights and few tokens, cut evenly over the blocks: norm, product, gates, residual in one launch."""
+"""Products of few tokens by wgmma, cut evenly over the blocks: norm, product, gates, residual in one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cki.engine.program import StepProgram, Workspace
 from cki.engine.quantized import QuantizedWeight, dequantize_blocks, quantize_blocks
 from cki.operand import dense
 from cki.ops.linear_decode import Norm
-from cki.ops.linear_w8a16 import plan_linear_w8a16
+from cki.ops.linear_tokens import plan_linear_tokens
 from tests.compare import assert_close
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -36,6 +36,7 @@ class Case:
     bias: np.dtype | None = None
     residual: bool = False
     sm_count: int = 2
+    codes: bool = True
 
 
 def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
@@ -47,7 +48,9 @@ def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
     x = arrays["x"].astype(np.float64)
     if case.norm:
         x = kept(reference.rms_norm(x, arrays["gamma"], eps=EPSILON))
-    w, bias = dequantize_blocks(QuantizedWeight(arrays["w"], arrays["scales"])), arrays.get("bias")
+    w, bias = arrays["w"], arrays.get("bias")
+    if case.codes:
+        w = dequantize_blocks(QuantizedWeight(w, arrays["scales"]))
     if case.gated:
         product = kept(reference.linear(x, w, bias, weight_layout="out_in"))
         y = reference.gated_activation(product, activation=case.activation)
@@ -70,8 +73,11 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     w = rng.normal(size=(rows, case.depth)) / np.sqrt(case.depth)
     # Blocks of very different sizes: a scale that is another block's shows.
     w *= 2.0 ** rng.integers(-3, 3, (rows, -(-case.depth // 128))).repeat(128, 1)[:, : case.depth]
-    quantized = quantize_blocks(w.astype(F32))
-    found |= {"w": quantized.codes, "scales": quantized.scales}
+    if case.codes:
+        quantized = quantize_blocks(w.astype(F32))
+        found |= {"w": quantized.codes, "scales": quantized.scales}
+    else:
+        found["w"] = w.astype(BF16)
     if case.bias is not None:
         found["bias"] = rng.normal(size=rows).astype(case.bias)
     return found
@@ -85,10 +91,10 @@ def run(case: Case, arrays, device, launches: int = 1) -> np.ndarray:
         memory.write(name, values)
     memory.finish()
     operands = {name: dense(name, shape, dtype) for name, shape, dtype in specs}
-    plan = plan_linear_w8a16(
+    plan = plan_linear_tokens(
         operands["x"], operands["w"], operands.get("bias"), operands["y"] if case.residual else None, operands["y"],
         dataclasses.replace(device, sm_count=case.sm_count), activation=case.activation, gated=case.gated,
-        norm=Norm(operands["gamma"], EPSILON) if case.norm else None, scales=operands["scales"],
+        norm=Norm(operands["gamma"], EPSILON) if case.norm else None, scales=operands.get("scales"),
         counters=operands["counters"],
     )  # fmt: skip
     assert len(plan.steps) == 1
@@ -108,6 +114,9 @@ CASES = [
     Case(33, 400, 136, residual=True, activation="gelu", sm_count=5),
     Case(23, 272, 100, norm=True, residual=True, sm_count=1),
     Case(8, 1152, 64, residual=True, sm_count=7),  # one tile of many parts
+    Case(3, 520, 130, norm=True, codes=False),
+    Case(40, 328, 64, norm=True, gated=True, activation="silu", bias=BF16, sm_count=3, codes=False),
+    Case(16, 584, 200, residual=True, sm_count=5, codes=False),
 ]
 
 

@@ -1,28 +1,30 @@
-// y[M, N] = act(n w^T + bias) + residual of e4m3 weights and up to 64 tokens, on Hopper (sm_90a), bound by reading w.
+// y[M, N] = act(n w^T + bias) + residual of up to 64 tokens, on Hopper (sm_90a), bound by reading w.
 //
 //   n = x, or RMS norm: x / rms(x) * gamma (kNorm)      gates, kGated: act(n wg^T + bias_g) * (n wu^T + bias_u), w [2 N, K]
 //
-// w has a scale for each block of 128 x 128; x is bf16 (W8A16). gemm/skinny/decode.cu computes the same of few tokens.
+// x is bf16; w too, or e4m3 with a scale for each block of 128 x 128 (W8A16).
 //
-// Why this kernel. That one keeps all of x in every block and reads w by registers, which holds for few tokens of a short K. Here
-//          both come stage by stage through a ring of TMA's, and every block has as many stages as any other
-//          (even_work.cuh): 132 SMs ask for memory until the end of the launch.
-// Product. y^T = w n^T: w's rows are the 64 of a wgmma, tokens its N of 8 to 64, so few tokens waste nothing. A consumer
-//          reads its codes from shared memory as 16-byte words, moves their bits into bf16 registers (decode_operand.cuh) and
-//          multiplies from there. A lane's words are not the elements of K that wgmma's layout gives it, so n lies in
-//          shared memory in the order that makes up for it: position 16 i + 2 t + {0, 1, 8, 9} of a stage holds element
-//          32 t + 4 i + {0, 2, 1, 3}, t = 0..3, i = 0..7.
-// n.       Four warps bring each stage of x into that order, times gamma and 2^60 (decode_operand.cuh), rounded once, and add
-//          up its squares. rms(x) is a factor of a whole row, and is applied to the sums. So a norm costs no launch and no
-//          second pass over x.
-// Sums.    fp32: the 128 products of a stage are added by the tensor core, and times their scale to the tile's sums. Parts of
-//          a tile are added in the order of the blocks.
+// Why beside gemm/skinny. Those kernels keep x whole in every block, or cut K by clusters: they have too little room from a few
+//          tokens on, or leave SMs idle. Here both operands come stage by stage through a ring of TMA's, and every block has as
+//          many stages as any other (even_work.cuh): all SMs ask for memory until the end of the launch.
+// Product. y^T = w n^T: w's rows are the 64 of a wgmma, tokens its N of 8 to 64, so few tokens waste nothing. With gates w's rows
+//          come eight of the gates', eight of the ups' (the order of w_map): a thread has both of a column.
+// Codes.   A consumer reads its codes from shared memory as 16-byte words, moves their bits into bf16 registers
+//          (decode_operand.cuh) and multiplies from there. A lane's words are not the elements of K that wgmma's layout gives it,
+//          so n lies in shared memory in the order that makes up for it: position 16 i + 2 t + {0, 1, 8, 9} of a stage holds
+//          element 32 t + 4 i + {0, 2, 1, 3}, t = 0..3, i = 0..7.
+// n.       Four warps make it of each stage of x: times gamma, for codes in that order and times 2^60 (decode_operand.cuh),
+//          rounded once; and they add up x's squares. 1 / rms(x) is a factor of a whole row, and is applied to the sums. So a norm
+//          costs no launch and no second pass over x. Plain bf16 operands without a norm are multiplied where they land.
+// Sums.    fp32. Of codes, the 128 products of a stage are added by the tensor core, and times their scale to the tile's sums.
+//          Parts of a tile are added in the order of the blocks.
 // Overlap. Weights and gamma are read before the launch before has ended, so that one must not write them.
 //
-// K is a multiple of 16; with gates N is one of 64. Strides in elements; columns of y and residual are dense.
+// K is a multiple of 8, with codes of 16; with gates N is one of 64. Strides in elements; columns of y and residual are dense.
 //
-// Grid: blocks, one an SM. Prelude: Bias (cki::bf16 or float), kTokens (8, 16, 32, 64), kStages, kNorm, kGated, kActivation,
-//   kHasBias, kHasResidual. Boxes: w_map 128 x kBoxRows, x_map 64 x kTokens.
+// Grid: blocks, one an SM. Prelude: Code (cki::bf16, cki::e4m3), Bias (cki::bf16 or float), kTokens (8, 16, 32, 64), kStages,
+//   kNorm, kGated, kActivation, kHasBias, kHasResidual.
+// Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x kTokens.
 // parts: kPartFloats floats for each of 2 slots a block. counters: a zero a tile.
 // Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
@@ -38,6 +40,7 @@
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma/n16.cuh"
@@ -47,27 +50,39 @@
 
 using namespace cki;
 
-using Operand = gemm::DecodeOperand<bf16, e4m3>;
-constexpr int kSpan = 128;         // bytes of a row in shared memory: the swizzle
-constexpr int kDepth = 128;        // elements of K in a stage, which have one scale
+using Operand = gemm::DecodeOperand<bf16, Code>;
+constexpr bool kCodes = sizeof(Code) == 1;
+constexpr bool kArranges = kCodes || kNorm;
+constexpr int kSpan = 128;                                        // bytes of a row in shared memory: the swizzle
+constexpr int kDepth = kSpan / static_cast<int>(sizeof(Code));    // elements of K in a stage
 constexpr int kSteps = kDepth / 16;
-constexpr int kRows = 128;         // of w in a stage: two consumers' 64
-constexpr int kBoxRows = kGated ? kRows / 2 : kRows;
-constexpr int kTileColumns = kBoxRows;  // of y
+constexpr int kScaleBlock = 128;
+constexpr int kRows = 128;  // of w in a stage: two consumers' 64
+constexpr int kTileColumns = kGated ? kRows / 2 : kRows;  // of y
 constexpr int kConsumerThreads = 256, kArrangerThreads = 128;
-constexpr int kThreads = kConsumerThreads + kArrangerThreads + 32;
+constexpr int kThreads = kConsumerThreads + kArrangerThreads + 128;  // of the last warpgroup one thread works
+// Of a thread, in steps of eight: a block has 65536.
+constexpr int kConsumerRegisters = 168, kArrangerRegisters = 104, kProducerRegisters = 40;
 constexpr int kArranged = 3;       // stages of n
-constexpr int kHalf = kTokens * kSpan;  // bytes: 64 elements of K of all tokens
-constexpr int kBytesW = kRows * kSpan, kStageBytes = kBytesW + 2 * kHalf;
+constexpr int kBox = kTokens * kSpan;  // bytes: 64 elements of K of all tokens
+constexpr int kBytesX = kDepth / 64 * kBox;
+constexpr int kBytesW = kRows * kSpan, kStageBytes = kBytesW + kBytesX;
 constexpr int kSums = kTokens / 2;  // of a thread
 constexpr int kPartFloats = kSums * kConsumerThreads + kTokens;  // of a part: its sums, its squares
 
 constexpr int kArrangedAt = kStages * kStageBytes;
-constexpr int kBarriersAt = kArrangedAt + kArranged * 2 * kHalf;
+constexpr int kBarriersAt = kArrangedAt + (kArranges ? kArranged * kBytesX : 0);
 constexpr int kSquaresAt = kBarriersAt + StageRing<kStages>::kBytes + StageRing<kArranged>::kBytes + StageRing<1>::kBytes;
 constexpr int kSharedBytes = kSquaresAt + 2 * kTokens * 4 + 16;
-static_assert(kSharedBytes <= kArrangedAt + kArranged * 2 * kHalf + 1024, "what the planner allows for");
+static_assert(kSharedBytes <= kBarriersAt + 1024, "what the planner allows for");
 static_assert(kTokens == 8 || kTokens == 16 || kTokens == 32 || kTokens == 64, "tokens of a wgmma");
+
+// Arrangers: a lane makes 16 positions of a token; warps share a stage's steps by fours, and the tokens.
+constexpr int kStepGroups = kSteps / 4;
+constexpr int kPass = 8 * (4 / kStepGroups);
+constexpr int kItems = kTokens > kPass ? kTokens / kPass : 1;
+// A power of two, by which codes' registers are too small (decode_operand.cuh).
+constexpr float kOfX = kCodes ? 0x1p60f : 1.0f;
 
 using Ring = StageRing<kStages>;
 using ArrangedRing = StageRing<kArranged>;
@@ -88,7 +103,7 @@ __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 3
 
 // One thread: brings a block's stages, the first weights before the launch before has ended.
 __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x_map, const TensorMap& w_map,
-                                        const gemm::EvenWork& work, int block, int columns) {
+                                        const gemm::EvenWork& work, int block) {
   const int begin = work.first_stage(block), end = work.first_stage(block + 1);
   Ring ring = shared.ring();
   const auto load_w = [&](int stage) {
@@ -96,15 +111,18 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x
     unsigned char* to = shared.memory + ring.stage * kStageBytes;
     u64* full = ring.full + ring.stage;
     ptx::mbarrier_arrive_expect_tx(full, kStageBytes);
-    ptx::tma_load_2d(to, &w_map, full, k, tile * kTileColumns);
-    if constexpr (kGated) ptx::tma_load_2d(to + kBoxRows * kSpan, &w_map, full, k, columns + tile * kTileColumns);
+    if constexpr (kGated) {
+      ptx::tma_load_4d(to, &w_map, full, k, 0, 0, tile * (kTileColumns / 8));
+    } else {
+      ptx::tma_load_2d(to, &w_map, full, k, tile * kTileColumns);
+    }
   };
   const auto load_x = [&](int stage) {
     const int k = stage % work.tile_stages * kDepth;
     unsigned char* to = shared.memory + ring.stage * kStageBytes + kBytesW;
     u64* full = ring.full + ring.stage;
-    ptx::tma_load_2d(to, &x_map, full, k, 0);
-    ptx::tma_load_2d(to + kHalf, &x_map, full, k + kDepth / 2, 0);
+#pragma unroll
+    for (int box = 0; box < kDepth / 64; ++box) ptx::tma_load_2d(to + box * kBox, &x_map, full, k + box * 64, 0);
   };
   const int ahead = min(begin + kStages, end);
   for (int stage = begin; stage < ahead; ++stage) {
@@ -125,13 +143,16 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x
   }
 }
 
+// Where four elements of a step of n come from in a stage: group t of 4.
+__device__ __forceinline__ int source_of(int step, int t) { return kCodes ? 32 * t + 4 * step : 16 * step + 4 * t; }
+
 // Four warps: n of each stage in the order of the products, and the squares of each part.
 __device__ __forceinline__ void arrange(const Shared& shared, const gemm::EvenWork& work, int block, const bf16* gamma,
                                         int depth) {
-  constexpr int kItems = kTokens > 16 ? kTokens / 16 : 1;
   const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads, warp = thread / 32;
-  const int step = lane() % 4 + warp % 2 * 4;                  // of 16 positions
-  const int first_token = lane() / 4 + warp / 2 * 8;           // and every 16th from there
+  const int group = warp % kStepGroups;
+  const int step = lane() % 4 + group * 4;                      // of 16 positions
+  const int first_token = lane() / 4 + warp / kStepGroups * 8;  // and every kPass-th from there
   const bool works = first_token < kTokens;
   Ring ring = shared.ring();
   ArrangedRing arranged = shared.arranged();
@@ -144,42 +165,45 @@ __device__ __forceinline__ void arrange(const Shared& shared, const gemm::EvenWo
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
         uint2 words = make_uint2(0, 0);
-        const int at = k * kDepth + 32 * t + 4 * step;
+        const int at = k * kDepth + source_of(step, t);
         if (kNorm && at < depth) words = ptx::load_global_nc_8(gamma + at);
         ptx::bf16x2_to_f32x2(words.x, factors[t][0], factors[t][1]);
         ptx::bf16x2_to_f32x2(words.y, factors[t][2], factors[t][3]);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) factors[t][e] = kNorm ? factors[t][e] * Operand::kOfX : Operand::kOfX;
+        for (int e = 0; e < 4; ++e) factors[t][e] = kNorm ? factors[t][e] * kOfX : kOfX;
       }
       ring.wait_full();
       arranged.wait_empty();
       const unsigned char* from = shared.memory + ring.stage * kStageBytes + kBytesW;
-      unsigned char* to = shared.memory + kArrangedAt + arranged.stage * (2 * kHalf);
+      unsigned char* to = shared.memory + kArrangedAt + arranged.stage * kBytesX;
       if (works) {
 #pragma unroll
         for (int item = 0; item < kItems; ++item) {
-          const int token = first_token + item * 16;
-          u32 low[4], high[4];
+          const int token = first_token + item * kPass;
+          u32 words[8];
 #pragma unroll
           for (int t = 0; t < 4; ++t) {
-            const int chunk = (t % 2 * 4 + step / 2) ^ token % 8;
-            const uint2 words =
-                *reinterpret_cast<const uint2*>(from + t / 2 * kHalf + token * kSpan + chunk * 16 + step % 2 * 8);
+            const int at = source_of(step, t), chunk = at % 64 / 8 ^ token % 8;
+            const uint2 pair =
+                *reinterpret_cast<const uint2*>(from + at / 64 * kBox + token * kSpan + chunk * 16 + at % 8 * 2);
             float values[4];
-            ptx::bf16x2_to_f32x2(words.x, values[0], values[1]);
-            ptx::bf16x2_to_f32x2(words.y, values[2], values[3]);
+            ptx::bf16x2_to_f32x2(pair.x, values[0], values[1]);
+            ptx::bf16x2_to_f32x2(pair.y, values[2], values[3]);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               if constexpr (kNorm) squares[item] = fmaf(values[e], values[e], squares[item]);
               values[e] *= factors[t][e];
             }
-            low[t] = ptx::f32x2_to_bf16x2(values[0], values[2]);
-            high[t] = ptx::f32x2_to_bf16x2(values[1], values[3]);
+            words[kCodes ? t : t * 2] = ptx::f32x2_to_bf16x2(values[0], values[kCodes ? 2 : 1]);
+            words[kCodes ? t + 4 : t * 2 + 1] = ptx::f32x2_to_bf16x2(values[kCodes ? 1 : 2], values[3]);
           }
-          unsigned char* row = to + step / 4 * kHalf + token * kSpan;
-          const int chunk = step % 4 * 2;
-          *reinterpret_cast<uint4*>(row + (chunk ^ token % 8) * 16) = make_uint4(low[0], low[1], low[2], low[3]);
-          *reinterpret_cast<uint4*>(row + ((chunk + 1) ^ token % 8) * 16) = make_uint4(high[0], high[1], high[2], high[3]);
+          unsigned char* row = to + step / 4 * kBox + token * kSpan;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const u32* own = words + half * 4;
+            *reinterpret_cast<uint4*>(row + ((step % 4 * 2 + half) ^ token % 8) * 16) =
+                make_uint4(own[0], own[1], own[2], own[3]);
+          }
         }
       }
       ptx::fence_proxy_async_shared();
@@ -195,7 +219,7 @@ __device__ __forceinline__ void arrange(const Shared& shared, const gemm::EvenWo
         float sum = squares[item];
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (works && lane() % 4 == 0) shared.squares()[warp % 2 * kTokens + first_token + item * 16] = sum;
+        if (works && lane() % 4 == 0) shared.squares()[group * kTokens + first_token + item * kPass] = sum;
       }
       __syncwarp();
       if (lane() == 0) ptx::mbarrier_arrive(squares_ring.full);
@@ -215,61 +239,57 @@ struct Output {
   float epsilon;
 };
 
-// A consumer's thread: the tokens of its sums, and two rows of a tile's w.
+// A consumer's thread: two rows of a tile's w, eight apart, and the tokens of its sums.
 struct Place {
-  int thread, low, high;  // rows in a stage
-  int column;             // of y in a tile, of the lower row
-  __device__ __forceinline__ Place() : thread(static_cast<int>(threadIdx.x)) {
-    const int row = thread / 32 * (kGated ? 8 : 16) + lane() / 4;
-    low = row;
-    high = row + (kGated ? kBoxRows : 8);
-    column = row;
-  }
+  int thread, row;
+  int column;  // of y in a tile, of the upper row
+  __device__ __forceinline__ Place()
+      : thread(static_cast<int>(threadIdx.x)),
+        row(thread / 32 * 16 + lane() / 4),
+        column(kGated ? thread / 32 * 8 + lane() / 4 : row) {}
   static __device__ __forceinline__ int token(int j, int e) { return j * 8 + lane() % 4 * 2 + e; }
 };
 
-// sum += w n^T of a part.
-__device__ __forceinline__ void multiply(float (&sum)[kSums], const Shared& shared, Ring& ring, ArrangedRing& arranged,
-                                         const Place& place, const gemm::WorkPart& part, const float* low_scales,
-                                         const float* high_scales) {
-  float low_scale = low_scales[part.first], high_scale = high_scales[part.first];
+// sum += w n^T of a part, of codes. scales: of the upper and the lower row, for each stage of K.
+__device__ __forceinline__ void multiply_codes(float (&sum)[kSums], const Shared& shared, Ring& ring, ArrangedRing& arranged,
+                                               const Place& place, const gemm::WorkPart& part, const float* upper_scales,
+                                               const float* lower_scales) {
+  float upper_scale = upper_scales[part.first], lower_scale = lower_scales[part.first];
 #pragma unroll 1
   for (int k = part.first; k < part.end; ++k) {
-    const float next_low = k + 1 < part.end ? low_scales[k + 1] : 0.0f;
-    const float next_high = k + 1 < part.end ? high_scales[k + 1] : 0.0f;
+    const int next = min(k + 1, part.end - 1);
+    const float next_upper = upper_scales[next], next_lower = lower_scales[next];
     ring.wait_full();
     const unsigned char* w = shared.memory + ring.stage * kStageBytes;
-    uint4 words[2][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = half == 0 ? place.low : place.high;
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
-        words[half][c] = *reinterpret_cast<const uint4*>(w + row * kSpan + ((lane() % 4 * 2 + c) ^ row % 8) * 16);
-    }
     u32 a[kSteps][4];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      u32 low[2], high[2];
-      Operand::registers(words[0][step / 4], step % 4, low);
-      Operand::registers(words[1][step / 4], step % 4, high);
-      a[step][0] = low[0];
-      a[step][1] = high[0];
-      a[step][2] = low[1];
-      a[step][3] = high[1];
+    for (int half = 0; half < kSteps / 4; ++half) {
+      const unsigned char* from = w + place.row * kSpan + ((lane() % 4 * 2 + half) ^ place.row % 8) * 16;
+      const uint4 upper_words = *reinterpret_cast<const uint4*>(from);
+      const uint4 lower_words = *reinterpret_cast<const uint4*>(from + 8 * kSpan);  // swizzled alike
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u32 upper[2], lower[2];
+        Operand::registers(upper_words, i, upper);
+        Operand::registers(lower_words, i, lower);
+        a[half * 4 + i][0] = upper[0];
+        a[half * 4 + i][1] = lower[0];
+        a[half * 4 + i][2] = upper[1];
+        a[half * 4 + i][3] = lower[1];
+      }
     }
     __syncwarp();
     ring.release();
     arranged.wait_full();
     const u64 n = wgmma_descriptor_k_major<kSpan>(shared.memory + kArrangedAt);
-    const u32 stage = static_cast<u32>(arranged.stage * (2 * kHalf));
+    const u32 stage = static_cast<u32>(arranged.stage * kBytesX);
     float fresh[kSums];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) ptx::wgmma_fence_registers(a[step]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const u32 at = stage + static_cast<u32>(step / 4 * kHalf + step % 4 * 32);
+      const u32 at = stage + static_cast<u32>(step / 4 * kBox + step % 4 * 32);
       ptx::wgmma<kTokens, bf16>(fresh, a[step], wgmma_descriptor_advance(n, at), step > 0);
     }
     ptx::wgmma_commit_group();
@@ -277,9 +297,37 @@ __device__ __forceinline__ void multiply(float (&sum)[kSums], const Shared& shar
     ptx::wgmma_fence_registers(fresh);
     arranged.release();
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sum[i] = fmaf(fresh[i], i / 2 % 2 == 0 ? low_scale : high_scale, sum[i]);
-    low_scale = next_low;
-    high_scale = next_high;
+    for (int i = 0; i < kSums; ++i) sum[i] = fmaf(fresh[i], i / 2 % 2 == 0 ? upper_scale : lower_scale, sum[i]);
+    upper_scale = next_upper;
+    lower_scale = next_lower;
+  }
+}
+
+// The same of 16-bit weights, from where they and n lie.
+__device__ __forceinline__ void multiply_plain(float (&sum)[kSums], const Shared& shared, Ring& ring, ArrangedRing& arranged,
+                                               const Place& place, const gemm::WorkPart& part) {
+  const u64 w = wgmma_descriptor_k_major<kSpan>(shared.memory + place.thread / 128 * (64 * kSpan));
+  const u64 n = wgmma_descriptor_k_major<kSpan>(shared.memory + (kArranges ? kArrangedAt : kBytesW));
+#pragma unroll 1
+  for (int k = part.first; k < part.end; ++k) {
+    ring.wait_full();
+    const u32 w_at = static_cast<u32>(ring.stage * kStageBytes);
+    u32 n_at = w_at;
+    if constexpr (kArranges) {
+      arranged.wait_full();
+      n_at = static_cast<u32>(arranged.stage * kBytesX);
+    }
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const u32 on = static_cast<u32>(step * 32);
+      ptx::wgmma<kTokens, bf16>(sum, wgmma_descriptor_advance(w, w_at + on), wgmma_descriptor_advance(n, n_at + on), true);
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_fence_registers(sum);
+    ring.release();
+    if constexpr (kArranges) arranged.release();
   }
 }
 
@@ -329,7 +377,7 @@ __device__ __forceinline__ void write(const float (&sum)[kSums], const Output& o
     for (int e = 0; e < 2; ++e) {
       const int token = Place::token(j, e);
       if (token >= out.tokens) continue;
-      float factor = Operand::kFactor;
+      float factor = kOfX;
       if constexpr (kNorm) factor *= rsqrtf(squares[token] / static_cast<float>(out.depth) + out.epsilon);
       float values[2] = {sum[j * 4 + e] * factor, sum[j * 4 + 2 + e] * factor};
 #pragma unroll
@@ -352,7 +400,7 @@ __device__ __forceinline__ void write(const float (&sum)[kSums], const Output& o
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    linear_w8a16(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* scales,
+    linear_tokens(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* scales,
                  const Bias* bias, const bf16* residual, bf16* y, const bf16* gamma, float* parts, u32* counters, int tokens,
                  int columns, int depth, float epsilon, i64 scale_stride, i64 bias_stride, i64 residual_stride,
                  i64 y_stride) {
@@ -364,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
-    shared.ring().initialise(kThreads / 32 - 1);
+    shared.ring().initialise((kConsumerThreads + (kArranges ? kArrangerThreads : 0)) / 32);
     shared.arranged().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
     shared.squares_ring().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
     ptx::fence_mbarrier_init();
@@ -373,14 +421,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   ptx::griddepcontrol_launch_dependents();
 
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp == kThreads / 32 - 1) {
-    if (lane() == 0) produce(shared, x_map, w_map, work, block, columns);
+  if (warp >= (kConsumerThreads + kArrangerThreads) / 32) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == kConsumerThreads + kArrangerThreads) produce(shared, x_map, w_map, work, block);
     return;
   }
   if (warp >= kConsumerThreads / 32) {
-    arrange(shared, work, block, gamma, depth);
+    ptx::setmaxnreg_dec<kArrangerRegisters>();
+    if constexpr (kArranges) arrange(shared, work, block, gamma, depth);
     return;
   }
+  ptx::setmaxnreg_inc<kConsumerRegisters>();
   ptx::griddepcontrol_wait();
   const Output out{bias, residual, y, parts, counters, bias_stride, residual_stride, y_stride, tokens, columns, depth, epsilon};
   const Place place;
@@ -389,13 +440,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   SquaresRing squares_ring = shared.squares_ring();
   gemm::for_each_part(work, block, [&](const gemm::WorkPart& part) {
     float sum[kSums] = {};
-    const int row = part.tile * kTileColumns;
-    multiply(sum, shared, ring, arranged, place, part, scales + row / kDepth * scale_stride,
-             scales + (kGated ? columns + row : row) / kDepth * scale_stride);
+    if constexpr (kCodes) {
+      const int row = part.tile * kTileColumns;
+      multiply_codes(sum, shared, ring, arranged, place, part, scales + row / kScaleBlock * scale_stride,
+                     scales + (kGated ? columns + row : row) / kScaleBlock * scale_stride);
+    } else {
+      multiply_plain(sum, shared, ring, arranged, place, part);
+    }
     float* squares = shared.squares();
     if constexpr (kNorm) {
       squares_ring.wait_full();
-      if (place.thread < kTokens) squares[place.thread] += squares[kTokens + place.thread];
+      if (kStepGroups > 1 && place.thread < kTokens) squares[place.thread] += squares[kTokens + place.thread];
       ptx::bar_sync(1, kConsumerThreads);
     }
     if (merge(sum, shared, work, out, block, part.tile, place, squares)) write(sum, out, part.tile, place, squares);

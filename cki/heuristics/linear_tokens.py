@@ -1,0 +1,66 @@
+"""How a product of few tokens is cut for Hopper (`cuda_src/gemm/hopper/linear_tokens.cu`): functions of shapes and
+device."""
+
+from __future__ import annotations
+
+from cki.device import DeviceInfo
+
+#: Tokens that one launch takes, in the sizes that a product of the tensor core has.
+TOKEN_SIZES = (8, 16, 32, 64)
+MAX_TOKENS = TOKEN_SIZES[-1]
+#: Neighbours of K, and rows of w, with one scale.
+SCALE_BLOCK = 128
+#: Rows of w in a tile, bytes of each in a stage.
+TILE_ROWS, SPAN = 128, 128
+THREADS = 256 + 128 + 128
+_CONSUMER_THREADS = 256
+_ARRANGED = 3
+_MOST_STAGES = 12
+#: Barriers, squares, one word: an upper bound, in bytes.
+_SMALL = 1024
+
+
+def token_size(tokens: int) -> int:
+    """The product's tokens, of which the last are zeros."""
+    return next(size for size in TOKEN_SIZES if size >= tokens)
+
+
+def stage_depth(itemsize: int) -> int:
+    """Elements of K in a stage.  itemsize: of w."""
+    return SPAN // itemsize
+
+
+def _stage_bytes(size: int, itemsize: int) -> tuple[int, int]:
+    """Of w and of x."""
+    return TILE_ROWS * SPAN, size * stage_depth(itemsize) * 2
+
+
+def _arranged_bytes(size: int, itemsize: int, *, norm: bool) -> int:
+    return _ARRANGED * _stage_bytes(size, itemsize)[1] if norm or itemsize == 1 else 0
+
+
+def stages(size: int, itemsize: int, shared_memory_per_block: int, *, norm: bool) -> int:
+    """Depth of the ring: as many as fit."""
+    room = shared_memory_per_block - _SMALL - _arranged_bytes(size, itemsize, norm=norm)
+    return max(2, min(_MOST_STAGES, room // sum(_stage_bytes(size, itemsize))))
+
+
+def shared_memory(size: int, itemsize: int, depth_of_ring: int, *, norm: bool) -> int:
+    """Bytes of dynamic shared memory: the ring of w and x, x as products take it, and what is small."""
+    ring = depth_of_ring * sum(_stage_bytes(size, itemsize))
+    return ring + _arranged_bytes(size, itemsize, norm=norm) + _SMALL
+
+
+def tiles(columns: int, *, gated: bool) -> int:
+    """Tiles of y's columns; with gates half of a tile's rows of w are gates."""
+    return -(-columns // (TILE_ROWS // 2 if gated else TILE_ROWS))
+
+
+def blocks(columns: int, depth: int, itemsize: int, device: DeviceInfo, *, gated: bool) -> int:
+    """One block an SM, and a stage of K at least for each."""
+    return max(1, min(tiles(columns, gated=gated) * -(-depth // stage_depth(itemsize)), device.sm_count))
+
+
+def part_bytes(size: int) -> int:
+    """Of a block's sums of one tile, and its tokens' squares."""
+    return 4 * (size // 2 * _CONSUMER_THREADS + size)

@@ -1,0 +1,173 @@
+"""Plan of products of up to 64 tokens, on sm_90a (`cuda_src/gemm/hopper/linear_tokens.cu`).
+
+    y = activation(n @ w.T + bias) + residual                       n = x, or rms_norm(x, gamma)
+    y = activation(n @ gate.T + bias) * (n @ up.T + bias) + ...     gate and up below one another in w
+
+x and y are bf16; w is bf16, or e4m3 with a scale for each block of 128 x 128 (W8A16).  What `plan_linear_decode`
+computes of fewer tokens.  With a norm x * gamma is rounded, and the root of x's mean square is a factor of the fp32
+sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cki import dtypes
+from cki.device import DeviceInfo, sim_device
+from cki.dtypes import DType
+from cki.errors import UnsupportedError
+from cki.heuristics import linear_tokens as heuristics
+from cki.heuristics.linear import ACTIVATIONS
+from cki.kernel import KernelSpec, kernel_spec
+from cki.operand import Operand, dense
+from cki.ops.linear_decode import Norm
+from cki.ops.linear_hopper import tensor_map
+from cki.plan import ArgumentValue, NullPointer, Plan, Step, TensorMapArg
+
+_ARCH = "sm_90a"
+_PARAMS = "TT" + "P" * 7 + "iii" + "f" + "q" * 4
+#: The workspace's slot: sums of tiles that several blocks share.
+PARTS = "linear_parts"
+#: A thread's registers: 65536 for the block's threads, in steps of 8.
+_REGISTERS = 65536 // heuristics.THREADS // 8 * 8
+
+
+def token_obstacles(
+    x: Operand, w: Operand, y: Operand, device: DeviceInfo, *, norm: Norm | None = None,
+    residual: Operand | None = None, gated: bool = False, scales: Operand | None = None,
+) -> list[str]:  # fmt: skip
+    """Why the kernel cannot compute a product; none where it can.  x, y: [tokens, ..]; w: [rows, K]."""
+    found = [] if device.arch == _ARCH else [f"it needs {_ARCH}, the device is {device.arch}"]
+    tokens, depth = x.shape
+    if not 1 <= tokens <= heuristics.MAX_TOKENS:
+        found.append(f"{tokens} tokens, not 1 to {heuristics.MAX_TOKENS}")
+    if x.dtype != dtypes.bf16 or y.dtype != dtypes.bf16 or w.dtype not in (dtypes.bf16, dtypes.e4m3):
+        found.append(f"x is {x.dtype}, y {y.dtype} and w {w.dtype}, not bf16, bf16 and bf16 or e4m3")
+    unit = 16 // w.dtype.itemsize
+    if depth % unit or not depth:
+        found.append(f"K is {depth}, no multiple of {unit}")
+    rows = y.shape[1] * (2 if gated else 1)
+    if w.shape != (rows, depth):
+        found.append(f"w has shape {w.shape}, not {(rows, depth)}")
+    if gated and y.shape[1] % (heuristics.TILE_ROWS // 2):
+        found.append(f"{y.shape[1]} columns of gates, no multiple of {heuristics.TILE_ROWS // 2}")
+    blocks = tuple(-(-extent // heuristics.SCALE_BLOCK) for extent in w.shape)
+    if w.dtype == dtypes.e4m3 and (scales is None or scales.shape != blocks or scales.strides[-1] != 1):
+        found.append(f"scales is {scales}, not f32 {list(blocks)} with dense rows")
+    for name, operand in (("x", x), ("w", w), ("gamma", norm.gamma if norm else None)):
+        if operand is None:
+            continue
+        apart = (
+            0 if operand.ndim == 1 or operand.shape[0] == 1 else operand.strides[0] * operand.dtype.itemsize
+        )
+        if operand.strides[-1] != 1 or apart % 16 or not operand.is_aligned(16):
+            found.append(f"rows of {name} do not begin at multiples of 16 bytes")
+    for name, operand in (("y", y), ("residual", residual)):
+        if operand is not None and operand.shape[1] > 1 and operand.strides[1] != 1:
+            found.append(f"{name}'s rows are not dense")
+    return found
+
+
+def plan_linear_tokens(
+    x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
+    counters: Operand, scales: Operand | None = None, norm: Norm | None = None, activation: str | None = None,
+    gated: bool = False,
+) -> Plan:  # fmt: skip
+    """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
+
+    scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
+    counters: u32, zeros before the launch and after it, one a tile (`cki.heuristics.linear_tokens.tiles`) or more.
+    w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
+    """
+    obstacles = token_obstacles(x, w, y, device, norm=norm, residual=residual, gated=gated, scales=scales)
+    tokens, depth = x.shape
+    columns = y.shape[1]
+    tiles = heuristics.tiles(columns, gated=gated)
+    if counters.size < tiles:
+        obstacles.append(f"{counters.size} counters for {tiles} tiles")
+    if obstacles:
+        raise UnsupportedError(
+            "linear of few tokens", obstacles, "rms_norm, linear, gated_linear and linear_fp8"
+        )
+    size, itemsize, has_norm = heuristics.token_size(tokens), w.dtype.itemsize, norm is not None
+    stages = heuristics.stages(size, itemsize, device.shared_memory_per_block, norm=has_norm)
+    kernel = token_kernel(
+        w.dtype, size, stages, bias=None if bias is None else bias.dtype, norm=has_norm, gated=gated,
+        activation=activation, residual=residual is not None,
+    )  # fmt: skip
+    blocks = heuristics.blocks(columns, depth, itemsize, device, gated=gated)
+    rows = w.shape[0]
+    nbytes = 2 * blocks * heuristics.part_bytes(size)
+    arguments: tuple[ArgumentValue, ...] = (
+        tensor_map(x, depth, tokens, x.strides[0], (64, size)), _weight_map(w, columns, gated=gated),
+        scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
+        norm.gamma if norm else NullPointer(), dense(PARTS, (nbytes // 4,), dtypes.f32), counters,
+        tokens, columns, depth, norm.eps if norm else 0.0,
+        scales.strides[0] if scales else 0, bias.strides[0] if bias else 0, residual.strides[0] if residual else 0, y.strides[0],
+    )  # fmt: skip
+    step = Step(
+        kernel, (blocks, 1, 1), (heuristics.THREADS, 1, 1), arguments,
+        smem=heuristics.shared_memory(size, itemsize, stages, norm=has_norm), programmatic=True,
+        reason=f"{tokens} x {depth} by {rows}: few tokens, {tiles} tiles cut evenly for {blocks} blocks",
+    )  # fmt: skip
+    return Plan((step,), ((PARTS, nbytes),))
+
+
+def _weight_map(w: Operand, columns: int, *, gated: bool) -> TensorMapArg:
+    """Stages of 128 rows; with gates eight of the gates', eight of the ups', and so on."""
+    rows, depth = w.shape
+    step = w.strides[0] * w.dtype.itemsize
+    box = heuristics.stage_depth(w.dtype.itemsize)
+    if not gated:
+        return tensor_map(w, depth, rows, w.strides[0], (box, heuristics.TILE_ROWS))
+    return TensorMapArg(w, (depth, 8, 2, columns // 8), (step, columns * step, 8 * step), (box, 8, 2, 8))
+
+
+def parts_workspace(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
+    """The temporary memory that all such launches among a plan's share."""
+    sizes = [
+        argument.size * argument.dtype.itemsize
+        for step in steps
+        for argument in step.args
+        if isinstance(argument, Operand) and argument.slot == PARTS
+    ]
+    return ((PARTS, max(sizes)),) if sizes else ()
+
+
+def token_kernel(
+    weight: DType, size: int, stages: int, *, bias: DType | None = None, norm: bool = False, gated: bool = False,
+    activation: str | None = None, residual: bool = False,
+) -> KernelSpec:  # fmt: skip
+    """The kernel of one configuration.  weight: type of w.  size: tokens of a product, `heuristics.token_size`."""
+    return kernel_spec(
+        "gemm/hopper/linear_tokens.cu", "linear_tokens", _PARAMS, archs=(_ARCH,), max_registers=_REGISTERS,
+        Code=weight, Bias=bias or dtypes.bf16, kTokens=size, kStages=stages, kNorm=norm, kGated=gated,
+        kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
+    )  # fmt: skip
+
+
+def representative_specs(arch: str) -> list[KernelSpec]:
+    """Kernels that stand for all: both weights, every size, with and without each part."""
+    room = sim_device(arch).shared_memory_per_block
+    bf16, e4m3 = dtypes.bf16, dtypes.e4m3
+    swiglu: dict[str, Any] = {"norm": True, "gated": True, "activation": "silu"}
+    choices: list[tuple[DType, int, dict[str, Any]]] = [
+        (e4m3, 8, {"norm": True}),
+        (e4m3, 8, {"residual": True}),
+        (e4m3, 16, swiglu),
+        (e4m3, 32, {"residual": True, "bias": bf16}),
+        (e4m3, 64, {"norm": True, "bias": dtypes.f32}),
+        (e4m3, 64, swiglu),
+        (bf16, 8, {"norm": True}),
+        (bf16, 16, {"residual": True}),
+        (bf16, 32, swiglu),
+        (bf16, 64, {"norm": True, "bias": dtypes.f32}),
+        (bf16, 64, {"residual": True}),
+        (bf16, 64, swiglu),
+    ]
+    return [
+        token_kernel(
+            weight, size, heuristics.stages(size, weight.itemsize, room, norm=options.get("norm", False)), **options
+        )
+        for weight, size, options in choices
+    ]  # fmt: skip

@@ -1,0 +1,73 @@
+"""What a decode step launches: at most six kernels a layer on Hopper, which compute what more would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cki import dtypes
+from cki.device import sim_device
+from cki.engine.device_weights import DeviceWeights
+from cki.engine.model import DecoderModel, ModelLimits, StepRow
+from cki.engine.quantized import dequantize_blocks, quantize_blocks
+from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
+from cki.reference.decoder import decoder
+from tests.engine.tiny import FULL, random_weights
+
+LIMITS = ModelLimits(8, 64, 64)
+SIX = ["linear_tokens", "append_kv", "paged_attention", "linear_tokens", "linear_tokens", "linear_tokens"]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_six_launches_a_layer(batch, fp8):
+    """Qwen3-8B's shapes: norm and Q, K, V; append; attention; output and residual; norm, gate and up; down."""
+    config = replace(
+        FULL, hidden_size=4096, num_layers=3, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=12288,
+        vocab_size=151936, attention_bias=False, attention_output_bias=False, mlp_bias=False, sliding_window=None,
+        window_layers=(False, False, False), rope_scaling=None,
+    )  # fmt: skip
+    planner = DecoderPlanner(
+        config,
+        dtypes.bf16,
+        CacheGeometry(512, 16, 512),
+        8192,
+        64,
+        fp8=fp8,
+        even_rows=(1, 64),
+        merge_inside=True,
+    )
+    device = replace(sim_device("sm_90a"), sm_count=132)
+    plan = planner.plan(StepShape(batch, batch, True), device)
+    entries = [step.kernel.entry for step in plan.steps]
+    assert entries == ["advance", "embed_tokens", *SIX * 3, "linear_tokens", "sample"]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_they_are_as_near_to_the_definition(device, fp8):
+    """Three rows of a decode step in bf16, against as many launches as there were."""
+    config = replace(FULL, intermediate_size=128, dtype="bf16")
+    weights = random_weights(config)
+    ids = [[5, 9, 77, 3, 50], [8], [1, 2, 3]]
+    stands_for = dict(weights)
+    if fp8:
+        for name, values in weights.items():
+            if "_proj.weight" in name:
+                stands_for[name] = dequantize_blocks(quantize_blocks(values))
+    errors = []
+    for even in (False, True):
+        placed = DeviceWeights(config, weights, dtypes.bf16, device.info, LIMITS.max_length, fp8=fp8)
+        model = DecoderModel(
+            config, placed, device=device.info, block_size=4, limits=LIMITS, fused=False, merge_inside=even,
+            even_rows=(1, 64) if even else (1, 0),
+        )  # fmt: skip
+        sequences = [model.cache.allocate_sequence() for _ in ids]
+        model.prefill([StepRow(*row) for row in zip(sequences, ids)]).wait()
+        model.decode([StepRow(sequence, [7]) for sequence in sequences]).wait()
+        truth = np.array([decoder(stands_for, config, np.array([*tokens, 7]))[-1] for tokens in ids])
+        errors.append(np.abs(model.logits().numpy()[:3].astype(np.float64) - truth).max() / truth.std())
+        names = [step.kernel.entry for step in model.plan(model.decode_shape(3)).steps]
+        assert ("linear_tokens" in names) == even
+    assert errors[1] <= 1.5 * errors[0]
