@@ -15,6 +15,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -141,6 +142,13 @@ def check(first: dict[Any, bytes], key: Any, found: np.ndarray, x: np.ndarray) -
     assert found.tobytes() == first[key], key
 
 
+def loaded_libraries() -> list[str]:
+    """Files of NVIDIA's libraries in this process: two of one kind are a suspect where it faults."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        paths = {line.split()[-1] for line in file if "/" in line}
+    return sorted(path for path in paths if re.search(r"lib(cu|nv|nccl)", os.path.basename(path)))
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(280, exit=True)  # before the test gives up waiting
     order, rounds = sys.argv[1], int(sys.argv[2])
@@ -150,6 +158,8 @@ def main() -> None:
         turns.append(make())
         turns[-1](0)
     turns.append(of_a_model())
+    turns[2](0)
+    print(*loaded_libraries(), sep="\n", file=sys.stderr)
     start, problems = threading.Barrier(len(turns)), []
 
     def drive(one_round: Callable[[int], None]) -> None:
