@@ -103,7 +103,8 @@ def plan_linear_tokens(
         scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
         norm.gamma if norm else NullPointer(), dense(PARTS, (nbytes // 4,), dtypes.f32), counters,
         tokens, columns, depth, norm.eps if norm else 0.0,
-        scales.strides[0] if scales else 0, bias.strides[0] if bias else 0, residual.strides[0] if residual else 0, y.strides[0],
+        scales.strides[0] if scales else 0, bias.strides[0] if bias else 0,
+        residual.strides[0] if residual else 0, y.strides[0],
     )  # fmt: skip
     step = Step(
         kernel, (blocks, 1, 1), (heuristics.THREADS, 1, 1), arguments,
