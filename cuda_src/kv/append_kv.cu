@@ -189,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   };
   int first_row = part * kRows;
-  TokenRow row(first_row + thread / kLanes, rows, q_heads, kv_heads);
-  load(row);
+  TokenRow next(first_row + thread / kLanes, rows, q_heads, kv_heads);
+  load(next);
 
   if constexpr (kRotaryDim > 0) {
     if (thread < kPairs) {
@@ -215,13 +215,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const i64 block = !stored ? 0 : kBlockShift >= 0 ? slot >> kBlockShift : slot / block_size;
   const i64 offset = stored ? slot - block * block_size : 0;
 
-  // All lanes of a warp take the same trips.
+  // All lanes of a warp take the same trips, and load for the next one before they compute.
   for (;;) {
     float values[kPart];
     part_of_row.to_floats(values);
+    [[maybe_unused]] float weights[kPart];
+    if constexpr (kNormQuery || kNormKey) part_of_weight.to_floats(weights);
+    const TokenRow row = next;
+    first_row += parts * kRows;
+    const bool is_last = first_row >= rows;
+    if (!is_last) {
+      next = TokenRow(first_row + thread / kLanes, rows, q_heads, kv_heads);
+      load(next);
+    }
     if constexpr (kNormQuery || kNormKey) {
-      float squares = 0.0f, weights[kPart];
-      part_of_weight.to_floats(weights);
+      float squares = 0.0f;
 #pragma unroll
       for (int e = 0; e < kPart; ++e) squares = fmaf(values[e], values[e], squares);
       squares = warp_sum<kLanes>(squares);
@@ -277,9 +285,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         store_part(target + first * (kVectorStores ? 1 : step), step, first, row.is_key ? kHeadDim : kValueDim, values);
       }
     }
-    first_row += parts * kRows;
-    if (first_row >= rows) return;
-    row = TokenRow(first_row + thread / kLanes, rows, q_heads, kv_heads);
-    load(row);
+    if (is_last) return;
   }
 }
