@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,16 +44,18 @@ PACKED_BATCH = 64
 
 
 class Peer(NamedTuple):
-    """A baseline in a process of its own.  is_packed: also measured on padded batches of other lengths."""
+    """A baseline in a process of its own.  is_packed: also measured on padded batches of other lengths.
+    by_shape: in one for each shape, which are prepared at the same time."""
 
     name: str
     factory: str
     is_packed: bool
+    by_shape: bool = False
 
 
 #: By what --without calls them.
 PEERS = {
-    "compile": Peer("torch.compile", "peers_torch:Compiled", True),
+    "compile": Peer("torch.compile", "peers_torch:Compiled", True, by_shape=True),
     "tf": Peer("tf.function", "peers_tensorflow:tf_function", False),
     "xla": Peer("TF XLA", "peers_tensorflow:tf_xla", False),
     "keras": Peer("cki in Keras", "peers_keras:keras_function", False),
@@ -139,24 +143,30 @@ def in_turn(
 class Bench:
     """All implementations of one model; measures one problem after the other.  A context manager: it ends processes.
 
-    without: baselines to leave out, of PEERS.  limit_s: see `peers.PeerProcess`.  device: "cuda", or "cpu" for tests.
+    problems: all that will be measured.  without: baselines to leave out, of PEERS.  limit_s: see `peers.PeerProcess`.
+    device: "cuda", or "cpu" for tests.
     """
 
     def __init__(
-        self, model: Model, *, without: Sequence[str] = (), limit_s: float = 240.0, device: str = "cuda"
-    ) -> None:
+        self, model: Model, problems: Sequence[Problem], *, without: Sequence[str] = (), limit_s: float = 240.0,
+        device: str = "cuda",
+    ) -> None:  # fmt: skip
         self._model, self._device = model, device
         self._cki, self._sdpa = Cki(model, device), peers_torch.Sdpa(model, device)
         self._gemm = peers_torch.Gemm(model, device)
-        self._peers = {
-            peer.name: peers.PeerProcess(peer.factory, model, device, limit_s)
-            for key, peer in PEERS.items()
-            if key not in without
-        }
+        self._peers: dict[str, peers.PeerProcess | peers.ShapeProcesses] = {}
+        for peer in (peer for key, peer in PEERS.items() if key not in without):
+            make = functools.partial(peers.PeerProcess, peer.factory, model, device, limit_s)
+            self._peers[peer.name] = peers.ShapeProcesses(make, problems) if peer.by_shape else make()
 
     def __enter__(self) -> Bench:
         for peer in self._peers.values():
             peer.start()  # imports and weights take seconds, and cores that wait
+        for name, peer in self._peers.items():
+            if isinstance(peer, peers.ShapeProcesses):
+                began = time.monotonic()
+                peer.prepare_all()
+                print(f"{name} prepared in {time.monotonic() - began:.0f} s", flush=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -270,7 +280,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     longest = max(problem.seq for problem in problems)
     model = bert_model.BERT_LARGE._replace(positions=max(bert_model.BERT_LARGE.positions, longest))
     measured: list[Measured] = []
-    with Bench(model, without=arguments.without, limit_s=arguments.limit) as bench:
+    # A process for each shape compiles with torch's compiler, all at the same time, each with workers of its own.
+    shapes = len({problem._replace(pre_ln=True) for problem in problems})
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // shapes)))
+    with Bench(model, problems, without=arguments.without, limit_s=arguments.limit) as bench:
         with contextlib.ExitStack() as shown:  # what was measured, also when something fails later
             shown.callback(lambda: bert_tables.report(measured))
             for problem in problems:

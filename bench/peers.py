@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -93,6 +95,61 @@ class PeerProcess:
         if kind == "absent":
             self._absent = answer
         raise PeerError(answer)
+
+
+class ShapeProcesses:
+    """A baseline that takes long to prepare: a process for each shape, all prepared at the same time.
+
+    make: begins nothing yet.  problems: all that will be asked for; those of one shape differ in the order of norms.
+    """
+
+    def __init__(self, make: Callable[[], PeerProcess], problems: Sequence[Problem]) -> None:
+        self._problems: dict[
+            Problem, list[Problem]
+        ] = {}  # of a shape, by the problem with norms before the blocks
+        for problem in problems:
+            self._problems.setdefault(_shape(problem), []).append(problem)
+        self._processes = {shape: make() for shape in self._problems}
+        self._current: PeerProcess | None = None
+        self._failures: dict[Problem, PeerError] = {}
+
+    def start(self) -> None:
+        """Begins all processes."""
+        for process in self._processes.values():
+            process.start()
+
+    def prepare_all(self) -> None:
+        """All problems of all shapes; one that fails says so when it is asked for."""
+
+        def prepare(shape: Problem) -> None:
+            for problem in self._problems[shape]:
+                try:
+                    self._processes[shape].prepare(problem)
+                except PeerError as error:
+                    self._failures[problem] = error
+
+        with ThreadPoolExecutor(max(1, len(self._problems))) as pool:
+            list(pool.map(prepare, self._problems))
+
+    def prepare(self, problem: Problem) -> Array:
+        if problem in self._failures:
+            raise self._failures[problem]
+        self._current = self._processes[_shape(problem)]
+        return self._current.prepare(problem)
+
+    def elapsed_us(self) -> float:
+        if self._current is None:
+            raise PeerError("not prepared")
+        return self._current.elapsed_us()
+
+    def close(self) -> None:
+        """Ends all processes.  Idempotent."""
+        for process in self._processes.values():
+            process.close()
+
+
+def _shape(problem: Problem) -> Problem:
+    return problem._replace(pre_ln=True)
 
 
 def _serve(connection: Connection, factory: str, model: Model, device: str) -> None:

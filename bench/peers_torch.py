@@ -6,9 +6,13 @@ has.  Padding is a boolean mask.  On the CPU, where the tests run, a graph is th
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import bert_model
@@ -226,9 +230,35 @@ class Sdpa:
 
 
 class Compiled(Sdpa):
-    """torch.compile, max-autotune.  The graph is ours, so that its input is not copied before each replay."""
+    """torch.compile, max-autotune.  The graph is ours, so that its input is not copied before each replay.
 
-    options: dict[str, str] = {"mode": "max-autotune-no-cudagraphs"}  # noqa: RUF012
+    Problems that were prepared stay so: each has a graph of its own, and is asked for again without delay.
+    """
+
+    options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"}  # noqa: RUF012
+
+    def __init__(self, model: Model, device: str) -> None:
+        super().__init__(model, device)
+        self._ready: dict[Problem, tuple[Replay, Timer]] = {}
+        self._tuning = Tuning() if device == "cuda" else None
+
+    def prepare(self, problem: Problem) -> Array:
+        import torch
+
+        if problem not in self._ready:
+            begin = time.monotonic()
+            super().prepare(problem)
+            assert self._replay is not None
+            assert self._timer is not None
+            self._ready[problem] = self._replay, self._timer
+            if self._tuning is not None:
+                print(
+                    f"torch.compile, {problem}: {time.monotonic() - begin:.0f} s; {self._tuning}", flush=True
+                )
+        self._replay, self._timer = self._ready[problem]
+        with torch.inference_mode():
+            self._replay.run()
+        return kept(problem, self._replay.output)
 
     def forward(self, problem: Problem) -> Forward:
         import torch
@@ -242,6 +272,48 @@ class Compiled(Sdpa):
             return compiled
 
         return forward_pass(self._model, problem.pre_ln, self._device, torch.float16, translate)
+
+
+#: A file that the processes lock which compile at the same time.
+_TURN = Path(tempfile.gettempdir()) / f"cki_bench_autotune_{os.getuid()}"
+
+
+class Tuning:
+    """Lets one process at a time time its candidates, by Inductor's own means, while others compile theirs.
+
+    first_s, waiting_s, timing_s: seconds of candidates' first calls, for a turn, and of the timing.
+    """
+
+    def __init__(self) -> None:
+        from torch._inductor.runtime import benchmarking
+
+        self.first_s = self.waiting_s = self.timing_s = 0.0
+        benchmarker: Any = benchmarking.benchmarker
+        self._plain = benchmarker.benchmark_gpu
+        benchmarker.benchmark_gpu = self._benchmark
+
+    def __str__(self) -> str:
+        parts = self.first_s, self.waiting_s, self.timing_s
+        return "candidates' first calls {:.0f} s, for a turn {:.0f} s, timing {:.0f} s".format(*parts)
+
+    def _benchmark(self, candidate: Callable[[], object], *arguments: Any, **options: Any) -> Any:
+        import torch
+
+        begin = time.monotonic()
+        try:
+            candidate()  # which compiles and loads it
+            torch.cuda.synchronize()
+        finally:
+            first = time.monotonic()
+            self.first_s += first - begin
+        with _TURN.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            turn = time.monotonic()
+            self.waiting_s += turn - first
+            try:
+                return self._plain(candidate, *arguments, **options)
+            finally:
+                self.timing_s += time.monotonic() - turn
 
 
 class Gemm:

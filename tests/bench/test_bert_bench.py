@@ -48,7 +48,7 @@ def problems(bert):
 def measured(bert, tiny):
     with (
         cki.device("sim"),
-        bert.Bench(tiny, without=list(bert.PEERS), device="cpu") as bench,
+        bert.Bench(tiny, problems(bert), without=list(bert.PEERS), device="cpu") as bench,
     ):
         return [bench.measure(problem, 1) for problem in problems(bert)]
 
@@ -68,7 +68,7 @@ def test_all_compute_the_same_encoder(bert, tiny, measured, monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu(bert, tiny):
     """The same from graphs."""
-    with bert.Bench(tiny, without=list(bert.PEERS), device="cuda") as bench:
+    with bert.Bench(tiny, problems(bert), without=list(bert.PEERS), device="cuda") as bench:
         for problem in problems(bert):
             one = bench.measure(problem, 2)
             assert set(one.timings) == {"cki", "torch SDPA"}
@@ -132,7 +132,7 @@ def test_the_order_of_norms_and_the_weights_matter(bert, tiny):
 def test_a_wrong_result_ends_the_program(bert, tiny, monkeypatch):
     right = bert.Cki.prepare
     monkeypatch.setattr(bert.Cki, "prepare", lambda self, problem: right(self, problem) * 1.01)
-    with cki.device("sim"), bert.Bench(tiny, without=list(bert.PEERS), device="cpu") as bench:
+    with cki.device("sim"), bert.Bench(tiny, problems(bert), without=list(bert.PEERS), device="cpu") as bench:
         with pytest.raises(SystemExit, match="CKI's error is"):
             bench.measure(bert.Problem(2, 5, True), 1)
 
@@ -188,8 +188,8 @@ def test_what_is_measured(bert, monkeypatch, capsys):
     asked, written = [], []
 
     class Fake:
-        def __init__(self, model, **options):
-            asked.append((model.positions, options))
+        def __init__(self, model, problems, **options):
+            asked.append((model.positions, len(problems), options))
 
         def __enter__(self):
             return self
@@ -201,12 +201,13 @@ def test_what_is_measured(bert, monkeypatch, capsys):
             asked.append((problem, rounds))
 
     monkeypatch.setattr(bert, "Bench", Fake)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
     monkeypatch.setattr(bert.common, "require_gpu", lambda: None)
     monkeypatch.setattr(bert.bert_tables, "report", lambda measured: None)
     monkeypatch.setattr(bert.bert_tables, "write", lambda measured: written.append(len(measured)))
     monkeypatch.setattr(bert.bert_tables, "line", lambda one: "")
     bert.main(["--batch", "4", "--seq-len", "2048", "--iters", "50", "--without", "compile"])
-    assert asked[0] == (4096, {"without": ["compile"], "limit_s": 240.0})
+    assert asked[0] == (4096, 2, {"without": ["compile"], "limit_s": 240.0})
     assert asked[1:] == [(bert.Problem(4, 2048, True), 50), (bert.Problem(4, 2048, False), 50)]
     assert written == [1, 2]  # after each problem
     asked.clear()
@@ -296,3 +297,22 @@ def test_what_cannot_be_imported_is_tried_once(bert, process):
         with pytest.raises(bert.peers.PeerError, match="ImportError: TensorFlow sees no GPU"):
             peer.prepare(bert.Problem(1, 1, True))
         assert peer._process is None
+
+
+def test_shapes_are_prepared_at_the_same_time(bert, process):
+    """Each in a process, which is asked again for what it has prepared; a failure is told when it is asked for."""
+    good, bad = (
+        [bert.Problem(2, 3, True), bert.Problem(2, 3, False), bert.Problem(1, 3, True)],
+        bert.Problem(13, 1, True),
+    )
+    peer = bert.peers.ShapeProcesses(process, [*good, bad])
+    with pytest.raises(bert.peers.PeerError, match="not prepared"):
+        peer.elapsed_us()
+    peer.start()
+    peer.prepare_all()
+    first, second, other = (peer.prepare(problem) for problem in good)
+    assert (first == second).all() and first[0, 0] != other[0, 0]
+    assert peer.elapsed_us() == 1.0
+    with pytest.raises(bert.peers.PeerError, match="out of memory"):
+        peer.prepare(bad)
+    peer.close()
