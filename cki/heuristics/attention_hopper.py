@@ -35,7 +35,7 @@ class HopperTiles:
     keys and of values.  ping_pong: warpgroups take turns at starting products.  schedule: one of SCHEDULES.
     blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).
     heads: query heads of a KV head that share a tile, a divisor of their number; each consumer then has 64 // heads
-    queries.
+    queries.  splits: parts of dense keys at most, each computed as a batch of its own and merged by a second launch.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
     them."""
@@ -47,6 +47,7 @@ class HopperTiles:
     schedule: str = "single"
     blocks_per_sm: int = 1
     heads: int = 1
+    splits: int = 1
     ahead: int | None = None
     before_values: int | None = None
 
@@ -109,6 +110,8 @@ class HopperTiles:
             text += ", ping-pong"
         if self.heads > 1:
             text += f", {self.heads} heads a tile"
+        if self.splits > 1:
+            text += f", keys in {self.splits} parts"
         if self.ahead is not None:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:

@@ -30,7 +30,14 @@ from cki.ops.attention_e4m3 import (
     preferred_e4m3,
     values_workspace,
 )
-from cki.ops.attention_hopper import plan_hopper, preferred, preferred_packed, workspace_of
+from cki.ops.attention_hopper import (
+    part_results,
+    plan_hopper,
+    plan_merge,
+    preferred,
+    preferred_packed,
+    workspace_of,
+)
 from cki.ops.attention_rules import MAX_HEAD_DIM as MAX_HEAD_DIM
 from cki.ops.attention_rules import check_attention
 from cki.ops.call import call
@@ -277,10 +284,15 @@ def plan_attention(
         plain &= dropout is None or not 64 < max(head_dim, value_dim) <= 128
         paged = packed is not None and packed.block_table is not None
         tiles = choose_tiles(rows, padded(head_dim), padded(value_dim), itemsize, plain, device, paged)
+    merge: tuple[Step, ...] = ()
+    if isinstance(tiles, HopperTiles) and tiles.splits > 1:
+        parts = part_results(out, keys, tiles)
+        merge = plan_merge(parts, out, lse)
+        out, lse = parts
     features: dict[str, Any] = {
         "kLimitLeft": left is not None, "kLimitRight": right is not None, "kSoftcap": softcap > 0,
         "kAlibi": alibi_slopes is not None, "kScaleFirst": scale_first,
-        "kPairStore": out.strides[3] == 1 and value_dim % 2 == 0 and out.is_aligned(2 * itemsize),
+        "kPairStore": out.strides[3] == 1 and value_dim % 2 == 0 and out.is_aligned(2 * out.dtype.itemsize),
     }  # fmt: skip
     softcap_rate = 2 * _LOG2E * scale / softcap if softcap > 0 else 0.0
     if isinstance(tiles, E4m3Tiles):
@@ -307,7 +319,7 @@ def plan_attention(
     args += DENSE_ARGUMENTS if packed is None else packed.arguments(k)
     args += NO_DROPOUT if dropout is None else dropout.arguments()
     if isinstance(tiles, HopperTiles):
-        return plan_hopper(q, k, v, out, tiles, bias, mask, packed, features | packing, args, device)
+        return plan_hopper(q, k, v, out, tiles, bias, mask, packed, features | packing, args, device) + merge
     if packed is None:
         blocks = -(-rows // tiles.block_rows) * (heads // pack) * batch
     else:

@@ -27,16 +27,20 @@ from cki.heuristics.attention_hopper import (
 )
 from cki.kernel import kernel_spec
 from cki.operand import Operand, dense
+from cki.ops.merge import plan_merge_states
 from cki.ops.packed_sequences import PackedSequences
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 #: Parameters before and after those that the generic kernel has too.
-_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf" + "i" * 7
+_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf" + "i" * 9
 _ARCH = "sm_90a"
 #: Keys that one TMA copy brings at least: whole patterns of every swizzle.
 _BOX_KEYS = 16
 #: The workspace slot of the dynamic schedule's counter, and its bytes.
 COUNTER = ("attention_work_counter", 4)
+#: Those of results and their LSE of parts of the keys.
+PARTS, PART_LSES = "attention_parts", "attention_part_lses"
+_WORKSPACE = (COUNTER[0], PARTS, PART_LSES)
 
 
 def hopper_obstacles(
@@ -170,6 +174,8 @@ def plan_hopper(
     group, itemsize = heads // kv_heads, q.dtype.itemsize
     if group % tiles.heads or not 1 <= tiles.heads <= GROUP_ROWS:
         obstacles.append(f"{tiles.heads} heads a tile do not divide the {group} query heads of a KV head")
+    if tiles.splits > 1 and (packed is not None or features["kDropout"]):
+        obstacles.append("keys in parts are those of dense tensors without dropout")
     if obstacles:
         raise UnsupportedError("attention: the Hopper kernel", obstacles, "the generic kernel")
     key_columns, value_columns = padded(head_dim), padded(value_dim)
@@ -181,7 +187,8 @@ def plan_hopper(
         keys = packed.mean_keys(k)
         if packed.block_table is not None:  # a box lies within one block
             box_keys = math.gcd(k.shape[1], tiles.block_keys)
-    head_tiles = heads // tiles.heads * batch
+    parts, part_keys = key_parts(keys, tiles) if tiles.splits > 1 else (1, keys)
+    head_tiles = heads // tiles.heads * batch * parts
     work = row_blocks * head_tiles
     if work >= 2**31 - 2**20:  # numbers drawn past the last one must fit too
         raise UnsupportedError(
@@ -189,7 +196,7 @@ def plan_hopper(
         )
     resident = device.sm_count * tiles.blocks_per_sm
     blocks = work if tiles.schedule == "single" else min(work, resident)
-    kv_bytes = keys * (head_dim + value_dim) * itemsize
+    kv_bytes = part_keys * (head_dim + value_dim) * itemsize
     section = heads_per_section(kv_bytes, group // tiles.heads, head_tiles, row_blocks, resident, device)
     order = row_blocks, head_tiles, section, section * row_blocks, work
     producer_registers, consumer_registers = tiles.register_shares(packed is not None)
@@ -197,13 +204,14 @@ def plan_hopper(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kPackedHeads=tiles.heads,
+        kSplitKeys=parts > 1, Result=out.dtype,
         kBlockKeys=tiles.block_keys, kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
         kBeforeValues=tiles.weights_before_values,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),
         kMaskKeyStride=_key_stride(mask), kMaskPair=_has_pairs(mask, keys),
-        kWideStore=out.strides[3] == 1 and value_dim % 8 == 0 and out.is_aligned(16),
+        kWideStore=parts == 1 and out.strides[3] == 1 and value_dim % 8 == 0 and out.is_aligned(16),
     )  # fmt: skip
     is_dynamic = tiles.schedule == "dynamic"
     counter: ArgumentValue = dense(COUNTER[0], (1,), dtypes.u32) if is_dynamic else NullPointer()
@@ -215,7 +223,7 @@ def plan_hopper(
     )
     step = Step(
         kernel, (blocks, 1, 1), (tiles.threads, 1, 1),
-        (*maps, counter, *arguments, *order, _batches(k) - 1, _batches(v) - 1),
+        (*maps, counter, *arguments, *order, _batches(k) - 1, _batches(v) - 1, parts, part_keys),
         tiles.shared_memory(key_columns, value_columns, packed is not None), programmatic=is_dynamic,
         reason=f"wgmma and TMA, {tiles}",
     )  # fmt: skip
@@ -227,7 +235,44 @@ def plan_hopper(
     return Step(reset, (1, 1, 1), (32, 1, 1), (counter,), reason="counter of the dynamic schedule"), step
 
 
+def key_parts(keys: int, tiles: HopperTiles) -> tuple[int, int]:
+    """(number of parts of the keys, keys of each but the last): whole tiles, `tiles.splits` parts at most."""
+    key_tiles = -(-keys // tiles.block_keys)
+    part_tiles = -(-key_tiles // tiles.splits)
+    return -(-key_tiles // part_tiles), part_tiles * tiles.block_keys
+
+
+def part_results(out: Operand, keys: int, tiles: HopperTiles) -> tuple[Operand, Operand]:
+    """(outputs, their LSE) of all parts, fp32 in the workspace: [batch * parts, queries, heads, value_dim] and
+    [batch * parts, heads, queries]."""
+    batch, queries, heads, value_dim = out.shape
+    count = batch * key_parts(keys, tiles)[0]
+    return (
+        dense(PARTS, (count, queries, heads, value_dim), dtypes.f32),
+        dense(PART_LSES, (count, heads, queries), dtypes.f32),
+    )
+
+
+def plan_merge(results: tuple[Operand, Operand], out: Operand, lse: Operand | None) -> tuple[Step, ...]:
+    """The launch that makes one result of `part_results`.  lse: row-major [batch, heads, queries], or None."""
+    parts, part_lses = results
+    batch, queries, heads, value_dim = out.shape
+    count = parts.shape[0] // batch
+    (step, *row), (lse_step, lse_head, _) = parts.strides, part_lses.strides
+    return plan_merge_states(
+        parts.view((count, batch, queries, heads, value_dim), (step, count * step, *row)),
+        part_lses.view((count, batch, queries, heads), (lse_step, count * lse_step, 1, lse_head)),
+        out,
+        lse and lse.view((batch, queries, heads), (heads * queries, 1, queries)),
+        programmatic=True,
+    )
+
+
 def workspace_of(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
     """The workspace that these steps need besides their operands."""
-    used = {argument.slot for step in steps for argument in step.args if isinstance(argument, Operand)}
-    return (COUNTER,) if COUNTER[0] in used else ()
+    needed: dict[str, int] = {}
+    for step in steps:
+        for argument in step.args:
+            if isinstance(argument, Operand) and argument.slot in _WORKSPACE:
+                needed[argument.slot] = max(needed.get(argument.slot, 0), argument.nbytes)
+    return tuple(needed.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,12 @@ from cki import dtypes
 from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
-from cki.kernel import KernelSpec, kernel_spec
+from cki.heuristics.paged import SERIAL_ARCHS
+from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.ops.call import call
 from cki.ops.spec import Input, OpSpec, OutputSpec, Problem
-from cki.plan import ArgumentValue, Plan, Step
+from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 _FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
 _THREADS = 128
@@ -72,44 +74,57 @@ def _three(strides: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * (_ROW_AXES - len(strides)) + strides
 
 
-def _vector_size(tensors: tuple[Operand, ...]) -> int:
-    """Elements that every row of every tensor lets a thread move at once: up to 16 bytes, else one."""
-    dim, itemsize = tensors[0].shape[-1], tensors[0].dtype.itemsize
+def _vector_size(outs: Operand, out: Operand) -> int:
+    """Elements that every row of both lets a thread move at once: up to 16 bytes of `outs`, else one."""
     for nbytes in (16, 8, 4):
-        size = nbytes // itemsize
-        if size > 1 and dim % size == 0 and all(t.strides[-1] == 1 and t.is_aligned(nbytes) for t in tensors):
+        size = nbytes // outs.dtype.itemsize
+        if (
+            size > 1
+            and outs.shape[-1] % size == 0
+            and all(t.strides[-1] == 1 and t.is_aligned(size * t.dtype.itemsize) for t in (outs, out))
+        ):
             return size
     return 1
 
 
-def merge_kernel(dtype: DType, dim: int, vector_size: int) -> KernelSpec:
-    """The kernel for rows of `dim` elements, `vector_size` of them a thread."""
+def merge_kernel(
+    dtype: DType, dim: int, vector_size: int, result: DType | None = None, programmatic: bool = False
+) -> KernelSpec:
+    """The kernel for rows of `dim` elements, `vector_size` of them a thread.  result: None for dtype."""
     return kernel_spec(
         "kv/merge_states.cu", "merge_states", "PPPPiqii" + "q" * 16, max_registers=64,
-        Element=dtype, kDim=dim, kVectorSize=vector_size, kThreads=_THREADS,
+        archs=tuple(arch for arch in ARCHITECTURES if not programmatic or arch not in SERIAL_ARCHS),
+        Element=dtype, Result=result or dtype, kDim=dim, kVectorSize=vector_size, kThreads=_THREADS,
+        kProgrammatic=programmatic,
     )  # fmt: skip
 
 
-def plan_merge_states(outs: Operand, lses: Operand, out: Operand, lse: Operand) -> tuple[Step, ...]:
-    """The launch of `merge_states` on checked operands; none for an empty output."""
-    extents = (1,) * (_ROW_AXES - len(lse.shape)) + lse.shape
-    rows, dim = lse.size, outs.shape[-1]
+def plan_merge_states(
+    outs: Operand, lses: Operand, out: Operand, lse: Operand | None, programmatic: bool = False
+) -> tuple[Step, ...]:
+    """The launch of `merge_states` on checked operands; none for an empty output.
+
+    out may be of another type than outs.  programmatic: it begins while the launch before it ends (sm_90 and later).
+    """
+    extents = (1,) * (_ROW_AXES - len(lses.shape) + 1) + lses.shape[1:]
+    rows, dim = math.prod(lses.shape[1:]), outs.shape[-1]
     if not rows:
         return ()
-    size = _vector_size((outs, out))
+    size = _vector_size(outs, out)
     blocks = -(-rows * (dim // size) // _THREADS)
     if blocks >= 2**31:
         raise UnsupportedError(
             f"merge_states: {blocks} blocks", ["a grid holds 2**31 - 1 blocks"], "fewer rows"
         )
     arguments: tuple[ArgumentValue, ...] = (
-        outs, lses, out, lse, outs.shape[0], rows, extents[1], extents[2],
+        outs, lses, out, lse or NullPointer(), outs.shape[0], rows, extents[1], extents[2],
         outs.strides[0], *_three(outs.strides[1:-1]), outs.strides[-1], lses.strides[0], *_three(lses.strides[1:]),
-        *_three(out.strides[:-1]), out.strides[-1], *_three(lse.strides),
+        *_three(out.strides[:-1]), out.strides[-1], *_three(lse.strides if lse else ()),
     )  # fmt: skip
     reason = f"{outs.shape[0]} states, {rows} rows of {dim}, {size} elements a thread"
+    kernel = merge_kernel(outs.dtype, dim, size, out.dtype, programmatic)
     return (
-        Step(merge_kernel(outs.dtype, dim, size), (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),
+        Step(kernel, (blocks, 1, 1), (_THREADS, 1, 1), arguments, programmatic=programmatic, reason=reason),
     )
 
 
@@ -134,4 +149,5 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         merge_kernel(dtypes.bf16, 128, 8),
         merge_kernel(dtypes.f32, 128, 4),
         merge_kernel(dtypes.f16, 7, 1),
+        *([merge_kernel(dtypes.f32, 128, 4, dtypes.bf16, True)] if arch == "sm_90a" else []),
     ]

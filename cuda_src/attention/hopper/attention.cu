@@ -18,6 +18,8 @@
 // end as zeros; its unused slots may hold anything, so the producer zeroes their values before it hands them over.
 //
 // Few queries (kPackedHeads > 1): all or some query heads of a KV head are rows of one tile, so keys are read once for them.
+// kSplitKeys: `splits` parts of split_keys keys each are batches of their own, [batch, part], whose results are fp32 and are
+// merged by the launch after this one (kv/merge_states.cu).
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
 #include "attention/hopper/configuration.cuh"
 #include "attention/hopper/drop_weights.cuh"
@@ -47,7 +49,7 @@ using namespace cki::attention;
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hopper(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, u32* counter,                                   //
-    const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v, Element* out,
+    const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v, Result* out,
     float* lse, const BiasElement* __restrict__ bias, const u8* __restrict__ mask, const float* __restrict__ sinks,
     const float* __restrict__ alibi_slopes,             //
     i64 q_batch, i64 q_sequence, i64 q_head, i64 q_dim,          //
@@ -66,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const u64* __restrict__ dropout_seed, const u64* __restrict__ dropout_offset, u32 dropout_threshold,
     float dropout_factor,  //
     int row_blocks, int batch_heads, int section_heads, int section_tiles, int tiles,  //
-    int last_key_batch, int last_value_batch) {
+    int last_key_batch, int last_value_batch, int splits, int split_keys) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
@@ -86,13 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
                        smem + Layout::kWishRing);
     }
   }();
-  // Dense tensors: a sequence is a batch, and all are alike. Packed ones are a batch of one, in which each begins somewhere.
-  const auto batch_of = [](const SequenceTile& tile) { return kVarlen ? 0 : tile.sequence; };
-  const auto band_of = [&](const SequenceTile& tile) {
-    const int shift = kVarlen ? (kBottomRight ? tile.keys - tile.queries : 0) : dense_shift;
-    return Band{tile.keys, shift, left, right};
-  };
-  const auto first_head_of = [](const SequenceTile& tile) { return tile.head * kPackedHeads; };
+  const Placement placed{dense_shift, left, right, splits, split_keys};
   const auto table_row_of = [&](const SequenceTile& tile) {
     return BlockRow<TableIndex>{block_table + tile.sequence * table_batch, table_column, blocks, block_size};
   };
@@ -149,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         load_paged_tile<Type, kBoxKeys>(place, map, full, boxes, kv_head, is_issuer);
       } else {
         ring.wait_empty();
-        load_tile<Type>(place, map, full, tile.first_key + j * kBlockKeys, kv_head, min(batch_of(tile), last_batch));
+        load_tile<Type>(place, map, full, placed.first_key(tile) + j * kBlockKeys, kv_head, min(placed.batch(tile), last_batch));
       }
     };
     const auto load_keys = [&](const SequenceTile& tile, int kv_head, int j, const BoxEntry<TableIndex>& box) {
@@ -177,11 +173,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     };
     // The shuffle keeps the compiler from dividing once more for each copy.
     const auto kept = [](int value) { return kPaged ? __shfl_sync(kFullWarp, value, 0) : value; };
-    const auto kv_head_of = [&](const SequenceTile& tile) { return kept(first_head_of(tile) / group); };
+    const auto kv_head_of = [&](const SequenceTile& tile) { return kept(placed.first_head(tile) / group); };
     if (warp == 1) {
       for (work.begin(); work.has_work(); work.next()) {
         const SequenceTile tile = work.tile;
-        const Range range = Part(tile, band_of(tile), 0).block;
+        const Range range = Part(tile, placed.band(tile), 0).block;
         const int kv_head = kv_head_of(tile);
         const int cleared_tile = kept(tile.keys % block_size != 0 ? tile.keys / kBlockKeys : -1);
         BoxEntry<TableIndex> box = find_box(tile, range.end_tile - 1);
@@ -195,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     constexpr bool kOneThread = !kPaged;
     for (work.template begin<kOneThread>(); work.has_work(); work.template next<kOneThread>()) {
       const SequenceTile tile = work.tile;
-      const Range range = Part(tile, band_of(tile), 0).block;
+      const Range range = Part(tile, placed.band(tile), 0).block;
       if (range.is_empty()) {
         if (is_issuer) work.wish_for_next();
         continue;
@@ -214,10 +210,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
           unsigned char* const place = smem + Layout::kQueries + i * QueryTile::kBytes;
           const int query = tile.first_query + tile.row_block * kBlockQueries + i * kGroupQueries;
           if constexpr (kPackedHeads > 1) {
-            load_packed_heads<QueryTile, kPackedHeads>(place, &q_map, query_ring.full + i, query, first_head_of(tile),
-                                                       batch_of(tile));
+            load_packed_heads<QueryTile, kPackedHeads>(place, &q_map, query_ring.full + i, query, placed.first_head(tile),
+                                                       placed.batch(tile));
           } else {
-            load_tile<QueryTile>(place, &q_map, query_ring.full + i, query, tile.head, batch_of(tile));
+            load_tile<QueryTile>(place, &q_map, query_ring.full + i, query, tile.head, placed.batch(tile));
           }
         }
         query_ring.advance();
@@ -330,18 +326,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   };
 
   // Of a row, which is a query, or with packed heads one head of a query.
-  const auto head_of = [&](const SequenceTile& tile, int row) { return first_head_of(tile) + row % kPackedHeads; };
+  const auto head_of = [&](const SequenceTile& tile, int row) { return placed.first_head(tile) + row % kPackedHeads; };
   const auto query_of = [&](const SequenceTile& tile, int number) {
     QueryRow<BiasElement> row{};
     const int head = head_of(tile, number), query = min(number / kPackedHeads, tile.queries - 1);
     row.query = query;
     if constexpr (kDropout) row.dropout_row = static_cast<u32>(tile.sequence) * static_cast<u32>(heads) + head;
     if constexpr (kAlibi) row.slope = alibi_slopes[head * slopes_stride];
-    if constexpr (kBias) row.bias = bias + batch_of(tile) * bias_batch + head * bias_head + query * bias_query;
-    if constexpr (kMask) row.mask = mask + batch_of(tile) * mask_batch + head * mask_head + query * mask_query;
+    if constexpr (kBias) row.bias = bias + placed.batch(tile) * bias_batch + head * bias_head + query * bias_query;
+    if constexpr (kMask) row.mask = mask + placed.batch(tile) * mask_batch + head * mask_head + query * mask_query;
+    if constexpr (kBias && kSplitKeys) row.bias += placed.first_key(tile) * bias_key;
+    if constexpr (kMask && kSplitKeys) row.mask += placed.first_key(tile) * mask_key;
     return row;
   };
-  const auto part_of = [&](const SequenceTile& tile) { return Part(tile, band_of(tile), consumer); };
+  const auto part_of = [&](const SequenceTile& tile) { return Part(tile, placed.band(tile), consumer); };
   work.begin();
   Part part = part_of(work.tile);
   float scores[kBlockKeys / 2];
@@ -399,10 +397,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     }
 
     // The end of the tile.
-    const auto origin_of = [&](i64 batch_stride, i64 sequence_stride, i64 head_stride) {
-      return batch_of(tile) * batch_stride + tile.first_query * sequence_stride + first_head_of(tile) * head_stride;
+    const auto origin_of = [&](int batch, i64 batch_stride, i64 sequence_stride, i64 head_stride) {
+      return batch * batch_stride + tile.first_query * sequence_stride + placed.first_head(tile) * head_stride;
     };
-    const i64 out_offset = origin_of(out_batch, out_sequence, out_head);
+    const int result_batch = kVarlen ? 0 : tile.sequence;
+    const i64 out_offset = origin_of(result_batch, out_batch, out_sequence, out_head);
     const auto out_of = [&](int row) {
       return out + out_offset + row % kPackedHeads * out_head + row / kPackedHeads * out_sequence;
     };
@@ -413,12 +412,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       for (int r = 0; r < 2; ++r) {
         SoftmaxRow& softmax = rows.softmax[r];
         softmax.finish(kScaleFirst ? 1.0f : scale);
-        factor[r] = sinks != nullptr ? softmax.take_sink(sinks[head_of(tile, row + 8 * r) * sinks_stride]) : 1.0f;
+        const bool has_sink = sinks != nullptr && placed.part(tile) == 0;
+        factor[r] = has_sink ? softmax.take_sink(sinks[head_of(tile, row + 8 * r) * sinks_stride]) : 1.0f;
         factor[r] *= softmax.normalizer();
         if constexpr (kDropout) factor[r] *= dropout_factor;
         log_sum_exp[r] = softmax.log_sum_exp();
         if (lse != nullptr && lane % 4 == 0 && row + 8 * r < end_row) {
-          lse[(static_cast<i64>(batch_of(tile)) * heads + head_of(tile, row + 8 * r)) * query_length + tile.first_query +
+          lse[(static_cast<i64>(result_batch) * heads + head_of(tile, row + 8 * r)) * query_length + tile.first_query +
               (row + 8 * r) / kPackedHeads] = log_sum_exp[r];
         }
       }
@@ -440,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       scale_rows(rows.output, factor);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        store_row<Element, kWideStore, kPairStore>(out_of(row + 8 * r), out_dim, rows.output, r, value_dim,
+        store_row<Result, kWideStore, kPairStore>(out_of(row + 8 * r), out_dim, rows.output, r, value_dim,
                                                    row + 8 * r < end_row);
       }
     };
@@ -477,17 +477,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         const int number = __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r;
         const QueryRow<BiasElement> one = query_of(tile, number);
         const auto rows_of = [&](const Element* tensor, i64 batch_stride, i64 sequence_stride, i64 head_stride) {
-          tensor += first_head_of(tile) / group * head_stride;
+          tensor += placed.first_head(tile) / group * head_stride;
           if constexpr (kPaged) {
             return PagedRows<Element, TableIndex>{tensor, batch_stride, sequence_stride, table_row_of(tile)};
           } else {
-            return StridedRows<Element>{tensor + batch_of(tile) * batch_stride + tile.first_key * sequence_stride,
+            return StridedRows<Element>{tensor + placed.batch(tile) * batch_stride + placed.first_key(tile) * sequence_stride,
                                         sequence_stride};
           }
         };
         using KeyRows = decltype(rows_of(k, k_batch, k_sequence, k_head));
-        const RowOperands<Element, KeyRows> at{
-            q + origin_of(q_batch, q_sequence, q_head) + number % kPackedHeads * q_head + one.query * q_sequence,
+        const RowOperands<Element, KeyRows, Result> at{
+            q + origin_of(placed.batch(tile), q_batch, q_sequence, q_head) + number % kPackedHeads * q_head +
+                one.query * q_sequence,
             rows_of(k, k_batch, k_sequence, k_head), rows_of(v, v_batch, v_sequence, v_head), out_of(number), out_dim};
         compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
                                          __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),

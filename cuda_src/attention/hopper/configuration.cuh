@@ -50,6 +50,7 @@ constexpr bool kHasNarrow = kWeightSteps > 1;
 
 static_assert(4 <= kBeforeValues && kAhead <= kBeforeValues && kBeforeValues <= kBlockKeys / 2, "weights in three parts");
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
+static_assert(!kSplitKeys || !(kVarlen || kDropout), "parts of keys are of dense tensors, and their keys count from 0");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 
 // A compile-time choice as an argument of a lambda.
@@ -80,6 +81,33 @@ struct Rows {
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) output[i] = 0.0f;
+  }
+};
+
+// Where a tile's queries and keys are. Dense tensors: a sequence is a batch, or with kSplitKeys a part of a batch's keys, and
+// all are alike. Packed sequences are a batch of one, in which each begins somewhere.
+struct Placement {
+  int dense_shift;
+  int left;
+  int right;
+  int splits;
+  int split_keys;
+
+  __device__ __forceinline__ int batch(const SequenceTile& tile) const {
+    return kVarlen ? 0 : kSplitKeys ? tile.sequence / splits : tile.sequence;
+  }
+  __device__ __forceinline__ int part(const SequenceTile& tile) const { return kSplitKeys ? tile.sequence % splits : 0; }
+  __device__ __forceinline__ int first_key(const SequenceTile& tile) const {
+    return kSplitKeys ? part(tile) * split_keys : tile.first_key;
+  }
+  __device__ __forceinline__ int first_head(const SequenceTile& tile) const { return tile.head * kPackedHeads; }
+  // What the rows see of the tile's own keys.
+  __device__ __forceinline__ Band band(const SequenceTile& tile) const {
+    if constexpr (kSplitKeys) {
+      return {min(tile.keys - first_key(tile), split_keys), dense_shift - first_key(tile), left, right};
+    } else {
+      return {tile.keys, kVarlen ? (kBottomRight ? tile.keys - tile.queries : 0) : dense_shift, left, right};
+    }
   }
 };
 
