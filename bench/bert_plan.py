@@ -1,11 +1,11 @@
 """The launches of a prepared encoder's layer on an H200, from its plan, and what each should take.  Needs no GPU.
 
-The layer is from the middle of the stack: of a pre-LN model's norms only the first layer's first is a launch.
+The layer is from the middle of the stack: norms are in its products.
 
 bytes: what must move, every tensor once.  FLOPs: multiply-adds times two.  roof: the longer of bytes at 4.3 TB/s (a
 device copy) and FLOPs at 788 TFLOP/s (cuBLAS, 8192^3).  predicted: for products the model that chooses their tiles
-(`cki.heuristics.linear_hopper`, fitted to measured times); for norms and attention the rates measured at these widths
-(bench/results/norms.csv, attention_hopper.csv).
+(`cki.heuristics.linear_hopper`, fitted to measured times); for attention the rates measured at this width
+(bench/results/attention_hopper.csv).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from cki import dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.heuristics.linear_hopper import choose_hopper_tile, predicted_time
 from cki.operand import dense
-from cki.ops.encoder_stack import ENCODER_LAYERS
+from cki.ops.encoder_model import FUSED_WEIGHTS, encoder_spec
 from cki.ops.spec import Problem as Call
 from cki.plan import Step
 
 COPY_TB_PER_S, GEMM_TFLOP_PER_S = 4.3, 788.0
-_NORM_TB_PER_S = 3.45
 #: From how many keys on: TFLOP/s at head dimension 64.
 _ATTENTION_TFLOP_PER_S = {0: 363.0, 1024: 418.0, 2048: 449.0}
 
@@ -44,33 +43,52 @@ class Launch(NamedTuple):
 
 def layer_steps(model: Model, problem: Problem, device: DeviceInfo | None = None) -> tuple[Step, ...]:
     """The plan of a prepared layer behind another: Q, K and V one weight, [out, in], f16.  device: default an H200."""
-    first, third = (_stack_steps(model, problem, layers, device or sim_device("sm_90a")) for layers in (1, 3))
-    return third[len(first) : (len(first) + len(third)) // 2]
+    first, third = (
+        model_steps(model._replace(layers=layers), problem, device or sim_device("sm_90a"))
+        for layers in (1, 3)
+    )
+    start = len(first) - 1  # the last norm
+    return third[start : start + (len(third) - len(first)) // 2]
 
 
-def _stack_steps(model: Model, problem: Problem, layers: int, device: DeviceInfo) -> tuple[Step, ...]:
-    """The plan of some layers."""
-    h, inner, element = model.hidden, model.inner, dtypes.f16
-    x = (problem.batch, problem.seq, h)
-    shapes: dict[str, tuple[int, ...]] = {
+def model_steps(model: Model, problem: Problem, device: DeviceInfo) -> tuple[Step, ...]:
+    """The plan of a forward pass by `cki.Encoder`, prepared."""
+    h, inner, pre_ln = model.hidden, model.inner, problem.pre_ln
+    whole: dict[str, tuple[int, ...]] = {
+        "words": (model.vocabulary, h), "positions": (model.positions, h), "types": (2, h),
+        **{f"embedding_{part}": (h,) for part in ("gamma", "beta")},
+        **{f"final_{part}": (h,) for part in ("gamma", "beta") if pre_ln},
+    }  # fmt: skip
+    products: dict[str, tuple[int, ...]] = {
         "wq": (3 * h, h), "wo": (h, h), "w1": (inner, h), "w2": (h, inner),
         "bq": (3 * h,), "bo": (h,), "b1": (inner,), "b2": (h,),
     }  # fmt: skip
-    if not problem.pre_ln:  # else they are in the weights
-        shapes |= {f"{which}_{part}": (h,) for which in ("attention", "output") for part in ("gamma", "beta")}
-    attributes = {attribute.name: attribute.default for attribute in ENCODER_LAYERS.attributes}
-    attributes |= {
-        "num_heads": model.heads, "head_dim": h // model.heads, "pre_ln": problem.pre_ln, "activation": "gelu",
-        "epsilon": EPSILON, "weight_layout": "out_in", "folded": problem.pre_ln,
-    }  # fmt: skip
+    layer = dict(products)
+    if not pre_ln:  # else they are in the weights
+        layer |= {f"{which}_{part}": (h,) for which in ("attention", "output") for part in ("gamma", "beta")}
+    shapes = whole | {
+        f"layers.{n}.{name}": shape for n in range(model.layers) for name, shape in layer.items()
+    }
+    if not pre_ln:  # those with the norm in front in them: the embeddings' is not
+        shapes |= {
+            f"layers.{n}.{name}": products[name.removeprefix("fused_")]
+            for n in range(model.layers)
+            for name in FUSED_WEIGHTS[0 if n else 3 :]
+        }
+    wide = ("bq", "b1") if pre_ln else ("fused_bq", "fused_b1")
     operands = {
-        name: dense(
-            name, (layers, *shape), dtypes.f32 if problem.pre_ln and name in ("bq", "b1") else element
-        )
+        name: dense(name, shape, dtypes.f32 if name.rpartition(".")[2] in wide else dtypes.f16)
         for name, shape in shapes.items()
     }
-    call = Call({"x": dense("x", x, element), **operands}, attributes)
-    return ENCODER_LAYERS.plan(call, {"out": dense("out", x, element)}, device).steps
+    spec = encoder_spec(model.layers)
+    attributes = {attribute.name: attribute.default for attribute in spec.attributes}
+    attributes |= {
+        "num_heads": model.heads, "head_dim": h // model.heads, "pre_ln": pre_ln, "activation": "gelu",
+        "epsilon": EPSILON, "weight_layout": "out_in", "folded": pre_ln,
+    }  # fmt: skip
+    ids = dense("input_ids", (problem.batch, problem.seq), dtypes.i64)
+    out = dense("out", (problem.batch, problem.seq, h), dtypes.f16)
+    return spec.plan(Call({"input_ids": ids, **operands}, attributes), {"out": out}, device).steps
 
 
 def launches(model: Model, problem: Problem) -> list[Launch]:
@@ -97,10 +115,6 @@ def _work(model: Model, problem: Problem) -> list[tuple[str, int, float, float]]
     rows, h, inner = problem.batch * problem.seq, model.hidden, model.inner
     device, item = sim_device("sm_90a"), dtypes.f16.itemsize
 
-    def norm(name: str) -> tuple[str, int, float, float]:
-        nbytes = item * (2 * rows * h + 2 * h)
-        return name, nbytes, 0.0, nbytes / _NORM_TB_PER_S / 1e6
-
     def product(name: str, depth: int, columns: int, epilogue: str = "") -> tuple[str, int, float, float]:
         activation, residual = epilogue == "activation", epilogue == "residual"
         size = rows, columns, depth, device
@@ -112,18 +126,13 @@ def _work(model: Model, problem: Problem) -> list[tuple[str, int, float, float]]
 
     flops = 4.0 * problem.batch * problem.seq**2 * h
     rate = next(r for keys, r in sorted(_ATTENTION_TFLOP_PER_S.items(), reverse=True) if problem.seq >= keys)
-    attention = [
+    return [
         product("Q, K, V", h, 3 * h),
         ("attention", item * 4 * rows * h, flops, flops / rate / 1e6),
         product("heads to hidden, + x", h, h, "residual"),
-    ]
-    feed_forward = [
         product("hidden to inner, GELU", h, inner, "activation"),
         product("inner to hidden, + x", inner, h, "residual"),
     ]
-    if problem.pre_ln:
-        return [*attention, *feed_forward]
-    return [*attention, norm("norm"), *feed_forward, norm("norm")]
 
 
 def table(model: Model, problem: Problem) -> str:

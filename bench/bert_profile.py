@@ -64,7 +64,7 @@ def breakdown(
     if len(kernels) != launches * replays:
         raise SystemExit(f"{problem}: the profiler saw {len(kernels)} kernels, not {replays} x {launches}")
     layer = bert_plan.launches(model, problem)
-    last = 1 if problem.pre_ln else 0
+    last = 1  # norm: the pre-LN model's, or the post-LN model's last layer's, which no product has
     # The embeddings, and in pre-LN models the first layer's first norm.
     first = launches - model.layers * len(layer) - last
     places = [

@@ -24,7 +24,7 @@ def run_of(bert_profile, model, problem, replays=2):
     """Kernels back to back, 10 us each, norms 2 us; the second begins 1 us early, the third 4 us late."""
     layer = [one.kernel for one in bert_profile.bert_plan.launches(model, problem)]
     first = ["embed_tokens", "layer_norm", *(["layer_norm"] if problem.pre_ln else [])]
-    names = [*first, *layer * model.layers, *(["layer_norm"] if problem.pre_ln else [])]
+    names = [*first, *layer * model.layers, "layer_norm"]
     kernels, clock = [], 0.0
     for _ in range(replays):
         for index, name in enumerate(names):
@@ -45,14 +45,12 @@ def test_breakdown(bert_profile, pre_ln):
     times = [(share.name, share.us) for share in shares]
     block = [("Q, K, V", 30.0), ("attention", 30.0), ("heads to hidden, + x", 30.0)]
     feed_forward = [("hidden to inner, GELU", 30.0), ("inner to hidden, + x", 30.0)]
-    norm = ("norm", 6.0)
-    layer = [*block, *feed_forward] if pre_ln else [*block, norm, *feed_forward, norm]
-    last = [("last norm", 2.0)] if pre_ln else []
+    layer, last = [*block, *feed_forward], [("last norm", 2.0)]
     first = 4.0 if pre_ln else 2.0  # the embeddings' norm, and the first layer's
     assert times == [("embeddings", 10.0), ("embeddings", first), *layer, *last, ("gaps", 4.0)]
     text = bert_profile.table(shares, model, problem)
     assert "| attention | `attention_hopper` | 10.0 | 30 |" in text
-    assert f"| all | | | {10 + 150 + (4 + 2 if pre_ln else 2 + 12) + 4} |" in text
+    assert f"| all | | | {10 + 150 + first + 2 + 4:.0f} |" in text
 
 
 def test_other_kernels_are_refused(bert_profile):
