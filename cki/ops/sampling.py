@@ -8,7 +8,7 @@ from typing import Any
 from cki import dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
-from cki.kernel import KernelSpec, kernel_spec
+from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.advance import advance_kernel
 from cki.ops.call import call
@@ -20,6 +20,10 @@ from cki.plan import ArgumentValue, NullPointer, Plan, Step
 _SMALL_VOCABULARY = 4096
 #: With 1024 threads, 64 registers each, four groups of tokens under way spilled.
 _MOST_THREADS = 512
+#: Blocks that share a row's first pass where it is long, and the architectures on which they can.
+_CLUSTER = 8
+_CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_120a")
+_OTHER_ARCHS = tuple(arch for arch in ARCHITECTURES if arch not in _CLUSTER_ARCHS)
 #: The kernel counts tokens in 32 bits, up to a turn of its largest block beyond the last.
 _LARGEST_VOCABULARY = 2**31 - 2**15
 _LARGEST_BATCH = 2**31 - 1
@@ -134,11 +138,15 @@ def plan_sample_tokens(
         return ()
     given = {name: parameters.get(name) for name in _PARAMETERS}
     step = given["step"]
-    threads = 256 if vocabulary <= _SMALL_VOCABULARY else _MOST_THREADS
+    is_long = vocabulary > _SMALL_VOCABULARY
+    threads = _MOST_THREADS if is_long else 256
+    blocks = (
+        _CLUSTER if is_long and device.arch in _CLUSTER_ARCHS and batch * _CLUSTER <= _LARGEST_BATCH else 1
+    )
     unit = logits.shape[1] == 1 or logits.strides[1] == 1
     kernel = sample_kernel(
         logits.dtype, threads, vector_loads=unit and logits.is_aligned(4 * logits.dtype.itemsize),
-        step=dtypes.i32 if step is None else step.dtype,
+        step=dtypes.i32 if step is None else step.dtype, blocks=blocks, arch=device.arch,
     )  # fmt: skip
 
     def pointers(*operands: Operand | None) -> tuple[ArgumentValue, ...]:
@@ -156,15 +164,23 @@ def plan_sample_tokens(
         stride(given["seen_rows"]), stride(given["alternatives"]), tokens.strides[0], logprobs.strides[0],
         stride(top_tokens), stride(top_logprobs),
     )  # fmt: skip
-    reason = f"a block of {threads} threads a row of {vocabulary}"
-    return (Step(kernel, (batch, 1, 1), (threads, 1, 1), arguments, reason=reason),)
+    reason = f"{blocks} blocks of {threads} threads a row of {vocabulary}"
+    launch = Step(
+        kernel, (batch * blocks, 1, 1), (threads, 1, 1), arguments, cluster=(blocks, 1, 1),
+        programmatic=bool(kernel.constant("kProgrammatic")), reason=reason,
+    )  # fmt: skip
+    return (launch,)
 
 
-def sample_kernel(dtype: DType, threads: int, *, vector_loads: bool, step: DType) -> KernelSpec:
-    """The kernel of one configuration."""
+def sample_kernel(
+    dtype: DType, threads: int, *, vector_loads: bool, step: DType, blocks: int = 1, arch: str = "sm_90a"
+) -> KernelSpec:
+    """The kernel of one configuration.  blocks: of a cluster, which shares a row."""
+    programmatic = arch in _CLUSTER_ARCHS
     return kernel_spec(
-        "sampling/sample.cu", "sample", _PARAMS, max_registers=min(255, 65536 // threads), Element=dtype,
-        StepIndex=step, kThreads=threads, kVectorLoads=vector_loads,
+        "sampling/sample.cu", "sample", _PARAMS, archs=_CLUSTER_ARCHS if programmatic else _OTHER_ARCHS,
+        max_registers=min(255, 65536 // threads), Element=dtype, StepIndex=step, kThreads=threads, kBlocks=blocks,
+        kVectorLoads=vector_loads, kProgrammatic=programmatic,
     )  # fmt: skip
 
 

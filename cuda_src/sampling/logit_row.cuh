@@ -62,11 +62,12 @@ struct LogitRow {
     return !was_seen ? logit : logit > 0.0f ? logit / penalty : logit * penalty;
   }
 
-  // body(first token, logits) of this thread's groups, penalised, in rising order; logits may be written.
-  template <int kAhead = cki::kAhead, typename Body>
-  __device__ __forceinline__ void for_each_group(Body body) const {
-    constexpr int kStride = kGroup * kThreads;
-    for (int begin = kGroup * threadIdx.x; begin < vocabulary; begin += kAhead * kStride) {
+  // body(first token, logits) of this thread's groups, penalised, in rising order; logits may be written. kBlocks: blocks
+  // that share the row, of which this is number `block`.
+  template <int kAhead = cki::kAhead, int kBlocks = 1, typename Body>
+  __device__ __forceinline__ void for_each_group(Body body, int block = 0) const {
+    constexpr int kStride = kGroup * kThreads * kBlocks;
+    for (int begin = kGroup * (threadIdx.x + block * kThreads); begin < vocabulary; begin += kAhead * kStride) {
       float values[kAhead][kGroup];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a)
