@@ -17,7 +17,15 @@ from cki.engine.model import DecoderModel, ModelLimits
 from tests.engine.tiny import LLAMA, random_weights
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-MODULES = ("common", "engine", "engine_gates", "engine_load", "engine_models", "engine_kernels")
+MODULES = (
+    "common",
+    "engine",
+    "engine_gates",
+    "engine_load",
+    "engine_models",
+    "engine_kernels",
+    "engine_long",
+)
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def test_the_gate_of_the_load_tells_wrong_steps(bench, monkeypatch):
 @pytest.mark.parametrize(("qk_norm", "fp8"), [(False, False), (True, True)])
 def test_the_gates_of_a_step(bench, monkeypatch, qk_norm, fp8):
     pytest.importorskip("torch")
-    models, gates = bench("engine_models", "engine_kernels"), bench("engine_gates")
+    models, gates = bench("engine_models", "engine_kernels", "engine_long"), bench("engine_gates")
     config = replace(LLAMA, qk_norm=qk_norm, tie_word_embeddings=not qk_norm)
     model = models.make_model(
         config, sim_device(), context=70, sequences=2, dtype=dtypes.f16, fp8=fp8, kv_codes=fp8
@@ -70,7 +78,7 @@ def test_the_gates_of_a_step(bench, monkeypatch, qk_norm, fp8):
 
 
 def test_the_shapes_are_those_of_the_real_models(bench):
-    models = bench("engine_models", "engine_kernels")
+    models = bench("engine_models", "engine_kernels", "engine_long")
     large, small = (models.config_of(name) for name in ("qwen3-8b", "smollm2"))
     assert isinstance(large, ModelConfig)
     assert large.qk_norm
@@ -109,3 +117,22 @@ def test_kernels_alone_are_those_of_the_step(bench, monkeypatch, variant):
     # Every weight is counted once; the embedding because the head is tied to it.
     read = sum(kernels.read_bytes(step, 0, model) for step in plan.steps)
     assert read == sum(tensor.view.size * 2 for _, tensor in model.weights.items())
+
+
+def test_a_long_sequence_is_checked(bench, monkeypatch):
+    pytest.importorskip("torch")
+    long = bench("engine_long")
+    monkeypatch.setattr(long, "_PART", 64)
+    monkeypatch.setattr(long, "_QUERIES", 32)
+    small = {
+        "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64,
+        "vocab_size": 128,
+    }  # fmt: skip
+    monkeypatch.setattr(long, "TINY", {**long.TINY, **small})
+    prefill, decode = long.long_rows(150, sim_device())
+    assert (prefill["op"], decode["op"]) == ("long_prefill", "long_decode")
+    assert 0 < decode["distance"] <= 2 * decode["distance_of_torch"]
+    plain = long.plain_logits
+    monkeypatch.setattr(long, "plain_logits", lambda model, tokens, dtype: plain(model, tokens[1:], dtype))
+    with pytest.raises(AssertionError, match="logits are"):
+        long.long_rows(150, sim_device())
