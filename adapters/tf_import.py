@@ -74,4 +74,6 @@ class _Loader(importlib.abc.Loader):
         _register()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._loader, name)

@@ -125,13 +125,6 @@ def _dtype(name: str) -> Any:
     return FROM_CODE[TO_CODE[name]]
 
 
-class Place(NamedTuple):
-    """A GPU of TensorFlow's: its compute stream and the CUDA device under it."""
-
-    stream: int
-    ordinal: int
-
-
 class Node:
     """One text and the types of its tensors, and the launches that were prepared for its runs."""
 
