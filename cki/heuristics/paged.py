@@ -239,10 +239,7 @@ def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
         if split:
             if not clustered:
                 groups, together = choose_groups(units, warps, shape.positions, device.sm_count * min_blocks)
-            # Both ways to share in one kernel take registers, of which wide rows of e4m3 leave few.
-            wide = shape.itemsize == 1 and max(shape.head_dim, shape.value_dim) > 128 and warps <= 4
-            if shape.batch == 1 or not wide:
-                dealt, groups = choose_dealt(shape, units, groups, together)
+            dealt, groups = choose_dealt(shape, units, groups, together)
         config = DecodeConfig(
             warps, stages, -(-rows // TILE_ROWS), rows, groups, together, min_blocks, split,
             dealt=dealt, by_lengths=dealt and shape.batch > 1, cluster=clustered > 0,

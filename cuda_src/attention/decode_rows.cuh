@@ -147,8 +147,6 @@ struct DecodeRows {
     const auto element = [&](int d) {
       return present && first + d < head_dim ? to_float(own[d * dim_stride]) : 0.0f;
     };
-    float up = 1.0f;
-    if constexpr (kQuantized) up = fit_into_f16(n, element, factor);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -156,35 +154,45 @@ struct DecodeRows {
         const int d = query_element<CacheElement>(step, i);
         if constexpr (sizeof(Compute) == 4) {
           queries[n][step][i] = __float_as_uint(element(d));
-        } else if constexpr (kQuantized) {
-          queries[n][step][i] = pack_pair<Compute>(element(d) * up, element(d + 1) * up);
         } else if constexpr (kPairs) {
           queries[n][step][i] = present && first + d < head_dim ? *reinterpret_cast<const u32*>(own + d) : 0u;
         } else {
-          queries[n][step][i] = pack_pair<Compute>(element(d), element(d + 1));
+          queries[n][step][i] = pack_pair<Element>(element(d), element(d + 1));
         }
       }
     }
+    if constexpr (kQuantized) fit_into_f16<Element>(n, factor);
   }
 
-  // A power of two that brings the row's largest element to [128, 256): bf16 reaches further than f16. What undoes it
-  // goes into the lanes that hold the row's scores.
-  template <class ElementOf>
-  __device__ __forceinline__ float fit_into_f16(int n, ElementOf element, float factor) {
+  // Queries as f16, times a power of two that brings the row's largest element to [128, 256): bf16 reaches further than
+  // f16. What undoes it goes into the lanes that hold the row's scores.
+  template <class Element>
+  __device__ __forceinline__ void fit_into_f16(int n, float factor) {
     float largest = 0.0f;
+#pragma unroll
     for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int d = query_element<CacheElement>(step, i);
-        largest = fmaxf(largest, fmaxf(fabsf(element(d)), fabsf(element(d + 1))));
+        float even, odd;
+        unpack_pair<Element>(queries[n][step][i], even, odd);
+        largest = fmaxf(largest, fmaxf(fabsf(even), fabsf(odd)));
       }
     }
     largest = warp_reduce<Max, 4>(largest);
     const u32 exponent = min(max(__float_as_uint(largest) >> 23, 10u), 250u);
-    const float down = __uint_as_float((exponent - 7) << 23);
+    const float up = __uint_as_float((261 - exponent) << 23), down = __uint_as_float((exponent - 7) << 23);
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       key_factor[n][e] = factor * __shfl_sync(kFullWarp, down, (lane() % 4 * 2 + e) * 4);
-    return __uint_as_float((261 - exponent) << 23);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float even, odd;
+        unpack_pair<Element>(queries[n][step][i], even, odd);
+        queries[n][step][i] = pack_pair<Compute>(even * up, odd * up);
+      }
+    }
   }
 
   // Every reference becomes the row's largest score so far; what was accumulated follows.

@@ -65,7 +65,7 @@ struct CacheTile {
   // registers: found again for every tile, they were a fifth of its instructions.
   struct PairsOfRow {
     static constexpr int kWays = !kSwizzled ? 1 : kRowBytes % 128 == 0 ? 4 : 2;
-    static constexpr bool kKept = kDim <= 128 || sizeof(Element) > 1;
+    static constexpr bool kKept = kDim <= 128 || sizeof(Element) < 4;
     int of[kWays];
 
     __device__ __forceinline__ PairsOfRow(int row, int second) {
