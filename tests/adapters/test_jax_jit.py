@@ -60,15 +60,6 @@ def test_inside_jit_and_outside_as_numpy(name):
     same_bits(getattr(cki_jax, name)(**arrays, **attributes), wanted)
 
 
-@pytest.mark.parametrize("name", examples.VARIANTS)
-def test_options_inside_jit(name):
-    operation, arrays, attributes = examples.VARIANTS[name]
-    with jax.enable_x64(True):  # seeds
-        compiled = jax.jit(lambda arrays: getattr(cki, operation)(**arrays, **attributes))
-        found = compiled(jax.tree.map(jnp.asarray, arrays))
-    same_bits(found, getattr(cki, operation)(**arrays, **attributes))
-
-
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=str)
 def test_fused_with_jax_s_own_operations(dtype):
     """Neighbours that XLA compiles see the right values before and after."""

@@ -16,7 +16,7 @@ import cki.adapters.tensorflow as cki_tf  # noqa: E402
 from cki.adapters import tf_ops  # noqa: E402
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
 from cki.ops.table import public_specs  # noqa: E402
-from tests.adapters.examples import E4M3, EXAMPLES, VARIANTS, X, normal  # noqa: E402
+from tests.adapters.examples import E4M3, EXAMPLES, X, normal  # noqa: E402
 from tests.conftest import DeviceUnderTest  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
@@ -47,15 +47,10 @@ def on_device(device: DeviceUnderTest, value: Any) -> Any:
 
 def expected(device: DeviceUnderTest, name: str) -> list[np.ndarray]:
     """What the operation gives for the example's arrays in the device's own framework."""
-    return results_of(device, name, *EXAMPLES[name])
-
-
-def results_of(
-    device: DeviceUnderTest, operation: str, arrays: dict[str, Any], attributes: dict[str, Any]
-) -> list[np.ndarray]:
-    has_codes = "quantize" in operation or any(getattr(a, "dtype", None) == E4M3 for a in arrays.values())
+    arrays, attributes = EXAMPLES[name]
+    has_codes = "quantize" in name or any(getattr(array, "dtype", None) == E4M3 for array in arrays.values())
     there = device.holding(E4M3 if has_codes else np.float32)
-    found = getattr(cki, operation)(**{key: on_device(there, a) for key, a in arrays.items()}, **attributes)
+    found = getattr(cki, name)(**{key: on_device(there, a) for key, a in arrays.items()}, **attributes)
     return [there.numpy(value) for value in (found if isinstance(found, tuple) else (found,))]
 
 
@@ -99,23 +94,6 @@ def test_eager_and_in_functions_of_unknown_sizes(device, name):
     function = tf.function(body).get_concrete_function(signature)
     assert names == [tf_ops.op_name(public_specs()[name])]
     same_bits(function(tensors), wanted)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_options_in_eager_mode_functions_and_xla(device, name):
-    operation, arrays, attributes = VARIANTS[name]
-    wanted = results_of(device, operation, arrays, attributes)
-    tensors = {key: on_tf(value) for key, value in arrays.items()}
-
-    def body(tensors: Tensors) -> Any:
-        return getattr(cki, operation)(**tensors, **attributes)
-
-    same_bits(body(tensors), wanted)
-    open_function = tf.function(body).get_concrete_function(
-        {k: open_spec(value) for k, value in arrays.items()}
-    )
-    same_bits(open_function(tensors), wanted)
-    same_bits(tf.function(body, jit_compile=True)(tensors), wanted)
 
 
 # ---------------------------------------------------------------- shapes

@@ -16,7 +16,6 @@ from cki import own_operation  # noqa: E402
 from cki.adapters.torch_ops import OPERATORS, schema  # noqa: E402
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
 from cki.ops.table import public_specs  # noqa: E402
-from tests.adapters.examples import VARIANTS  # noqa: E402
 from tests.adapters.programs import output_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -121,30 +120,6 @@ def test_opcheck(name):
     arguments, attributes = cases()[name]
     with cki.device("sim"):
         torch.library.opcheck(OPERATORS[name], arguments, attributes)
-
-
-def on_torch(value):
-    """Arrays, and tuples of them, as torch's tensors."""
-    if isinstance(value, tuple):
-        return tuple(map(on_torch, value))
-    flat = torch.from_numpy(np.array(value).reshape(-1).view(np.uint8))
-    return flat.view(getattr(torch, value.dtype.name)).reshape(value.shape)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_options_compile_to_one_graph(name):
-    operation, arrays, attributes = VARIANTS[name]
-
-    def model(tensors):
-        return getattr(cki, operation)(**tensors, **attributes)
-
-    tensors = {key: on_torch(value) for key, value in arrays.items()}
-    with cki.device("sim"), torch.inference_mode():
-        found = torch.compile(model, fullgraph=True, backend="aot_eager")(tensors)
-        assert same([found], [on_torch(model(arrays))])
-        with torch._subclasses.FakeTensorMode() as mode:
-            fake = model(torch.utils._pytree.tree_map(mode.from_tensor, tensors))
-    assert (fake.shape, fake.dtype) == (found.shape, found.dtype)
 
 
 def eight_bit_caches():
