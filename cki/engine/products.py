@@ -134,7 +134,7 @@ class Products:
     ) -> tuple[Step, ...]:  # fmt: skip
         """By `linear_tokens` in one launch, or by `linear_decode`, as many tokens a launch as it takes."""
         if self._evenly(x, weight, gated=gated):
-            count = tiles(y.shape[1], gated=gated)
+            count = tiles(y.shape[1], gated=gated) + 1
             return plan_linear_tokens(
                 x, weight.w, weight.bias, residual, y, self.device, norm=norm, activation=activation, gated=gated,
                 scales=weight.scales, counters=dense("tile_counters", (count,), dtypes.u32),

@@ -71,35 +71,40 @@ def token_obstacles(
 def plan_linear_tokens(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
     counters: Operand, scales: Operand | None = None, norm: Norm | None = None, activation: str | None = None,
-    gated: bool = False,
+    gated: bool = False, shared_by: int | None = None,
 ) -> Plan:  # fmt: skip
     """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
 
     scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
     counters: u32, zeros before the launch and after it, one a tile (`cki.heuristics.linear_tokens.tiles`) or more.
+    shared_by: blocks of a cluster, 1 or 2; None: what is best.
     w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
     """
     obstacles = token_obstacles(x, w, y, device, norm=norm, residual=residual, gated=gated, scales=scales)
     tokens, depth = x.shape
     columns = y.shape[1]
     tiles = heuristics.tiles(columns, gated=gated)
-    if counters.size < tiles:
+    size = heuristics.token_size(min(tokens, heuristics.MAX_TOKENS))
+    shared_by = shared_by or heuristics.sharers(size)
+    if size // shared_by % 8:
+        obstacles.append(f"{size} tokens, not shared out by eights among {shared_by} blocks")
+    if counters.size < -(-tiles // shared_by) * shared_by:
         obstacles.append(f"{counters.size} counters for {tiles} tiles")
     if obstacles:
         raise UnsupportedError(
             "linear of few tokens", obstacles, "rms_norm, linear, gated_linear and linear_fp8"
         )
-    size, itemsize, has_norm = heuristics.token_size(tokens), w.dtype.itemsize, norm is not None
+    itemsize, has_norm = w.dtype.itemsize, norm is not None
     stages = heuristics.stages(size, itemsize, device.shared_memory_per_block, norm=has_norm)
     kernel = token_kernel(
         w.dtype, size, stages, bias=None if bias is None else bias.dtype, norm=has_norm, gated=gated,
-        activation=activation, residual=residual is not None,
+        activation=activation, residual=residual is not None, shared_by=shared_by,
     )  # fmt: skip
-    blocks = heuristics.blocks(columns, depth, itemsize, device, gated=gated)
+    blocks = heuristics.blocks(columns, depth, itemsize, device, gated=gated, shared_by=shared_by)
     rows = w.shape[0]
     nbytes = 2 * blocks * heuristics.part_bytes(size)
     arguments: tuple[ArgumentValue, ...] = (
-        tensor_map(x, depth, tokens, x.strides[0], (64, size)), _weight_map(w, columns, gated=gated),
+        tensor_map(x, depth, tokens, x.strides[0], (64, size // shared_by)), _weight_map(w, columns, gated=gated),
         scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
         norm.gamma if norm else NullPointer(), dense(PARTS, (nbytes // 4,), dtypes.f32), counters,
         tokens, columns, depth, norm.eps if norm else 0.0,
@@ -108,7 +113,8 @@ def plan_linear_tokens(
     )  # fmt: skip
     step = Step(
         kernel, (blocks, 1, 1), (heuristics.THREADS, 1, 1), arguments,
-        smem=heuristics.shared_memory(size, itemsize, stages, norm=has_norm), programmatic=True,
+        smem=heuristics.shared_memory(size, itemsize, stages, norm=has_norm), cluster=(shared_by, 1, 1),
+        programmatic=True,
         reason=f"{tokens} x {depth} by {rows}: few tokens, {tiles} tiles cut evenly for {blocks} blocks",
     )  # fmt: skip
     return Plan((step,), ((PARTS, nbytes),))
@@ -137,13 +143,13 @@ def parts_workspace(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
 
 def token_kernel(
     weight: DType, size: int, stages: int, *, bias: DType | None = None, norm: bool = False, gated: bool = False,
-    activation: str | None = None, residual: bool = False,
+    activation: str | None = None, residual: bool = False, shared_by: int = 1,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration.  weight: type of w.  size: tokens of a product, `heuristics.token_size`."""
     return kernel_spec(
         "gemm/hopper/linear_tokens.cu", "linear_tokens", _PARAMS, archs=(_ARCH,), max_registers=_REGISTERS,
-        Code=weight, Bias=bias or dtypes.bf16, kTokens=size, kStages=stages, kNorm=norm, kGated=gated,
-        kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
+        Code=weight, Bias=bias or dtypes.bf16, kTokens=size, kStages=stages, kSharers=shared_by, kNorm=norm,
+        kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
     )  # fmt: skip
 
 
@@ -168,7 +174,8 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     ]
     return [
         token_kernel(
-            weight, size, heuristics.stages(size, weight.itemsize, room, norm=options.get("norm", False)), **options
+            weight, size, heuristics.stages(size, weight.itemsize, room, norm=options.get("norm", False)),
+            shared_by=heuristics.sharers(size), **options,
         )
         for weight, size, options in choices
     ]  # fmt: skip

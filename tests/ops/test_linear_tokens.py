@@ -37,6 +37,7 @@ class Case:
     residual: bool = False
     sm_count: int = 2
     codes: bool = True
+    shared_by: int | None = 1
 
 
 def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
@@ -95,7 +96,7 @@ def run(case: Case, arrays, device, launches: int = 1) -> np.ndarray:
         operands["x"], operands["w"], operands.get("bias"), operands["y"] if case.residual else None, operands["y"],
         dataclasses.replace(device, sm_count=case.sm_count), activation=case.activation, gated=case.gated,
         norm=Norm(operands["gamma"], EPSILON) if case.norm else None, scales=operands.get("scales"),
-        counters=operands["counters"],
+        counters=operands["counters"], shared_by=case.shared_by,
     )  # fmt: skip
     assert len(plan.steps) == 1
     program = StepProgram(plan, device, {**dict(memory.items()), **Workspace(device).take(plan)})
@@ -117,6 +118,11 @@ CASES = [
     Case(3, 520, 130, norm=True, codes=False),
     Case(40, 328, 64, norm=True, gated=True, activation="silu", bias=BF16, sm_count=3, codes=False),
     Case(16, 584, 200, residual=True, sm_count=5, codes=False),
+    # Two blocks share x; a cluster's second tile may be none.
+    Case(61, 400, 260, norm=True, sm_count=7, shared_by=None),
+    Case(30, 528, 192, norm=True, gated=True, activation="silu", sm_count=4, shared_by=2),
+    Case(64, 328, 130, residual=True, sm_count=2, codes=False, shared_by=2),
+    Case(16, 200, 300, norm=True, sm_count=6, codes=False, shared_by=2),
 ]
 
 

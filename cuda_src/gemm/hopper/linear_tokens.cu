@@ -18,23 +18,24 @@
 //          costs no launch and no second pass over x. Plain bf16 operands without a norm are multiplied where they land.
 // Sums.    fp32. Of codes, the 128 products of a stage are added by the tensor core, and times their scale to the tile's sums.
 //          Parts of a tile are added in the order of the blocks.
+// Sharing. x is as many bytes as codes of w from 64 tokens on, and L2 has to give both. So blocks of a cluster (kSharers) take
+//          neighbouring tiles of the same stages, and each brings its part of x's tokens to all of them.
 // Overlap. Weights and gamma are read before the launch before has ended, so that one must not write them.
 //
 // K is a multiple of 8, with codes of 16; with gates N is one of 64. Strides in elements; columns of y and residual are dense.
 //
-// Grid: blocks, one an SM. Prelude: Code (cki::bf16, cki::e4m3), Bias (cki::bf16 or float), kTokens (8, 16, 32, 64), kStages,
-//   kNorm, kGated, kActivation, kHasBias, kHasResidual.
-// Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x kTokens.
-// parts: kPartFloats floats for each of 2 slots a block. counters: a zero a tile.
+// Grid: blocks, one an SM, in clusters of kSharers. Prelude: Code (cki::bf16, cki::e4m3), Bias (cki::bf16 or float), kTokens (8, 16, 32, 64), kStages,
+//   kSharers (1 or 2), kNorm, kGated, kActivation, kHasBias, kHasResidual.
+// Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x kTokens / kSharers.
+// parts: kPartFloats floats for each of 2 slots a block. counters: a zero a tile, of a multiple of kSharers tiles.
 // Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
-#include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
-#include "gemm/hopper/even_work.cuh"
-#include "gemm/skinny/decode_operand.cuh"
+#include "gemm/hopper/token_stages.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -49,65 +50,17 @@
 #include "ptx/wgmma/n8.cuh"
 
 using namespace cki;
-
-using Operand = gemm::DecodeOperand<bf16, Code>;
-constexpr bool kCodes = sizeof(Code) == 1;
-constexpr bool kArranges = kCodes || kNorm;
-constexpr int kSpan = 128;                                        // bytes of a row in shared memory: the swizzle
-constexpr int kDepth = kSpan / static_cast<int>(sizeof(Code));    // elements of K in a stage
-constexpr int kSteps = kDepth / 16;
-constexpr int kScaleBlock = 128;
-constexpr int kRows = 128;  // of w in a stage: two consumers' 64
-constexpr int kTileColumns = kGated ? kRows / 2 : kRows;  // of y
-constexpr int kConsumerThreads = 256, kArrangerThreads = 128;
-constexpr int kThreads = kConsumerThreads + kArrangerThreads + 128;  // of the last warpgroup one thread works
-// Of a thread, in steps of eight: a block has 65536.
-constexpr int kConsumerRegisters = 168, kArrangerRegisters = 104, kProducerRegisters = 40;
-constexpr int kArranged = 3;       // stages of n
-constexpr int kBox = kTokens * kSpan;  // bytes: 64 elements of K of all tokens
-constexpr int kBytesX = kDepth / 64 * kBox;
-constexpr int kBytesW = kRows * kSpan, kStageBytes = kBytesW + kBytesX;
-constexpr int kSums = kTokens / 2;  // of a thread
-constexpr int kPartFloats = kSums * kConsumerThreads + kTokens;  // of a part: its sums, its squares
-
-constexpr int kArrangedAt = kStages * kStageBytes;
-constexpr int kBarriersAt = kArrangedAt + (kArranges ? kArranged * kBytesX : 0);
-constexpr int kSquaresAt = kBarriersAt + StageRing<kStages>::kBytes + StageRing<kArranged>::kBytes + StageRing<1>::kBytes;
-constexpr int kSharedBytes = kSquaresAt + 2 * kTokens * 4 + 16;
-static_assert(kSharedBytes <= kBarriersAt + 1024, "what the planner allows for");
-static_assert(kTokens == 8 || kTokens == 16 || kTokens == 32 || kTokens == 64, "tokens of a wgmma");
-
-// Arrangers: a lane makes 16 positions of a token; warps share a stage's steps by fours, and the tokens.
-constexpr int kStepGroups = kSteps / 4;
-constexpr int kPass = 8 * (4 / kStepGroups);
-constexpr int kItems = kTokens > kPass ? kTokens / kPass : 1;
-// A power of two, by which codes' registers are too small (decode_operand.cuh).
-constexpr float kOfX = kCodes ? 0x1p60f : 1.0f;
-
-using Ring = StageRing<kStages>;
-using ArrangedRing = StageRing<kArranged>;
-using SquaresRing = StageRing<1>;  // of a part
-
-struct Shared {
-  unsigned char* memory;
-  __device__ __forceinline__ Ring ring() const { return Ring(memory + kBarriersAt); }
-  __device__ __forceinline__ ArrangedRing arranged() const { return ArrangedRing(memory + kBarriersAt + Ring::kBytes); }
-  __device__ __forceinline__ SquaresRing squares_ring() const {
-    return SquaresRing(memory + kBarriersAt + Ring::kBytes + ArrangedRing::kBytes);
-  }
-  __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(memory + kSquaresAt); }
-  __device__ __forceinline__ u32* told() const { return reinterpret_cast<u32*>(memory + kSquaresAt + 2 * kTokens * 4); }
-};
-
-__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+using namespace cki::gemm;
 
 // One thread: brings a block's stages, the first weights before the launch before has ended.
 __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x_map, const TensorMap& w_map,
-                                        const gemm::EvenWork& work, int block) {
-  const int begin = work.first_stage(block), end = work.first_stage(block + 1);
+                                        const Share& share) {
+  const EvenWork& work = share.work;
+  const int begin = work.first_stage(share.cluster), end = work.first_stage(share.cluster + 1);
   Ring ring = shared.ring();
   const auto load_w = [&](int stage) {
-    const int tile = stage / work.tile_stages, k = (stage - tile * work.tile_stages) * kDepth;
+    const int row_of_tiles = stage / work.tile_stages, k = (stage - row_of_tiles * work.tile_stages) * kDepth;
+    const int tile = share.tile(row_of_tiles);
     unsigned char* to = shared.memory + ring.stage * kStageBytes;
     u64* full = ring.full + ring.stage;
     ptx::mbarrier_arrive_expect_tx(full, kStageBytes);
@@ -122,7 +75,14 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x
     unsigned char* to = shared.memory + ring.stage * kStageBytes + kBytesW;
     u64* full = ring.full + ring.stage;
 #pragma unroll
-    for (int box = 0; box < kDepth / 64; ++box) ptx::tma_load_2d(to + box * kBox, &x_map, full, k + box * 64, 0);
+    for (int box = 0; box < kDepth / 64; ++box) {
+      if constexpr (kSharers == 1) {
+        ptx::tma_load_2d(to + box * kBox, &x_map, full, k + box * 64, 0);
+      } else {
+        const int token = share.rank * kShareTokens;
+        ptx::tma_load_multicast_2d(to + box * kBox + token * kSpan, &x_map, full, k + box * 64, token, (1u << kSharers) - 1);
+      }
+    }
   };
   const int ahead = min(begin + kStages, end);
   for (int stage = begin; stage < ahead; ++stage) {
@@ -147,8 +107,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x
 __device__ __forceinline__ int source_of(int step, int t) { return kCodes ? 32 * t + 4 * step : 16 * step + 4 * t; }
 
 // Four warps: n of each stage in the order of the products, and the squares of each part.
-__device__ __forceinline__ void arrange(const Shared& shared, const gemm::EvenWork& work, int block, const bf16* gamma,
-                                        int depth) {
+__device__ __forceinline__ void arrange(const Shared& shared, const Share& share, const bf16* gamma, int depth) {
   const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads, warp = thread / 32;
   const int group = warp % kStepGroups;
   const int step = lane() % 4 + group * 4;                      // of 16 positions
@@ -157,7 +116,7 @@ __device__ __forceinline__ void arrange(const Shared& shared, const gemm::EvenWo
   Ring ring = shared.ring();
   ArrangedRing arranged = shared.arranged();
   SquaresRing squares_ring = shared.squares_ring();
-  gemm::for_each_part(work, block, [&](const gemm::WorkPart& part) {
+  for_each_part(share.work, share.cluster, [&](const WorkPart& part) {
     float squares[kItems] = {};
 #pragma unroll 1
     for (int k = part.first; k < part.end; ++k) {
@@ -210,7 +169,7 @@ __device__ __forceinline__ void arrange(const Shared& shared, const gemm::EvenWo
       __syncwarp();
       if (lane() == 0) ptx::mbarrier_arrive(arranged.full + arranged.stage);
       arranged.advance();
-      ring.release();
+      release_x(ring);
     }
     if constexpr (kNorm) {
       squares_ring.wait_empty();
@@ -252,7 +211,7 @@ struct Place {
 
 // sum += w n^T of a part, of codes. scales: of the upper and the lower row, for each stage of K.
 __device__ __forceinline__ void multiply_codes(float (&sum)[kSums], const Shared& shared, Ring& ring, ArrangedRing& arranged,
-                                               const Place& place, const gemm::WorkPart& part, const float* upper_scales,
+                                               const Place& place, const WorkPart& part, const float* upper_scales,
                                                const float* lower_scales) {
   float upper_scale = upper_scales[part.first], lower_scale = lower_scales[part.first];
 #pragma unroll 1
@@ -305,7 +264,7 @@ __device__ __forceinline__ void multiply_codes(float (&sum)[kSums], const Shared
 
 // The same of 16-bit weights, from where they and n lie.
 __device__ __forceinline__ void multiply_plain(float (&sum)[kSums], const Shared& shared, Ring& ring, ArrangedRing& arranged,
-                                               const Place& place, const gemm::WorkPart& part) {
+                                               const Place& place, const WorkPart& part) {
   const u64 w = wgmma_descriptor_k_major<kSpan>(shared.memory + place.thread / 128 * (64 * kSpan));
   const u64 n = wgmma_descriptor_k_major<kSpan>(shared.memory + (kArranges ? kArrangedAt : kBytesW));
 #pragma unroll 1
@@ -326,30 +285,34 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[kSums], const Shared
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence_registers(sum);
-    ring.release();
-    if constexpr (kArranges) arranged.release();
+    if constexpr (kArranges) {
+      ring.release();
+      arranged.release();
+    } else {
+      release_x(ring);
+    }
   }
 }
 
 // The sums of all parts of a tile in place of this block's, if it is the last to store them. squares: of each token.
-__device__ __forceinline__ bool merge(float (&sum)[kSums], const Shared& shared, const gemm::EvenWork& work,
-                                      const Output& out, int block, int tile, const Place& place, float* squares) {
-  const int first = work.first_block(tile), last = work.last_block(tile);
+__device__ __forceinline__ bool merge(float (&sum)[kSums], const Shared& shared, const Share& share, const Output& out,
+                                      int row_of_tiles, const Place& place, float* squares) {
+  const int first = share.work.first_block(row_of_tiles), last = share.work.last_block(row_of_tiles);
   if (first == last) return true;
-  float* own = out.parts + static_cast<i64>(work.slot(block, tile)) * kPartFloats;
+  float* own = out.parts + static_cast<i64>(share.slot(share.cluster, row_of_tiles)) * kPartFloats;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j)
     *reinterpret_cast<float4*>(own + (j * kConsumerThreads + place.thread) * 4) =
         make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
   if (kNorm && place.thread < kTokens) own[kSums * kConsumerThreads + place.thread] = squares[place.thread];
-  if (!gemm::is_last_part<kConsumerThreads>(out.counters + tile, last - first + 1, place.thread, 1, shared.told()))
-    return false;
+  u32* counter = out.counters + share.tile(row_of_tiles);
+  if (!is_last_part<kConsumerThreads>(counter, last - first + 1, place.thread, 1, shared.told())) return false;
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
   float square = 0.0f;
 #pragma unroll 4
   for (int other = first; other <= last; ++other) {
-    const float* from = out.parts + static_cast<i64>(work.slot(other, tile)) * kPartFloats;
+    const float* from = out.parts + static_cast<i64>(share.slot(other, row_of_tiles)) * kPartFloats;
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
       const float4 part = *reinterpret_cast<const float4*>(from + (j * kConsumerThreads + place.thread) * 4);
@@ -369,7 +332,7 @@ __device__ __forceinline__ bool merge(float (&sum)[kSums], const Shared& shared,
 
 __device__ __forceinline__ void write(const float (&sum)[kSums], const Output& out, int tile, const Place& place,
                                       const float* squares) {
-  constexpr auto kAct = static_cast<gemm::Activation>(kActivation);
+  constexpr auto kAct = static_cast<Activation>(kActivation);
   const int column = tile * kTileColumns + place.column;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
@@ -386,7 +349,7 @@ __device__ __forceinline__ void write(const float (&sum)[kSums], const Output& o
         if (at >= out.columns) continue;
         float value = values[half];
         if constexpr (kHasBias) value += to_float(out.bias[at * out.bias_stride]);
-        value = gemm::activate<kAct>(value);
+        value = activate<kAct>(value);
         if constexpr (kGated) {
           float up = values[1];
           if constexpr (kHasBias) up += to_float(out.bias[(out.columns + at) * out.bias_stride]);
@@ -399,51 +362,20 @@ __device__ __forceinline__ void write(const float (&sum)[kSums], const Output& o
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    linear_tokens(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* scales,
-                 const Bias* bias, const bf16* residual, bf16* y, const bf16* gamma, float* parts, u32* counters, int tokens,
-                 int columns, int depth, float epsilon, i64 scale_stride, i64 bias_stride, i64 residual_stride,
-                 i64 y_stride) {
-  extern __shared__ __align__(1024) unsigned char smem[];
-  const Shared shared{smem};
-  const int tiles = (columns + kTileColumns - 1) / kTileColumns, tile_stages = (depth + kDepth - 1) / kDepth;
-  const gemm::EvenWork work{tile_stages, tiles * tile_stages, static_cast<int>(gridDim.x)};
-  const int block = static_cast<int>(blockIdx.x);
-  if (threadIdx.x == 0) {
-    ptx::prefetch_tensormap(&x_map);
-    ptx::prefetch_tensormap(&w_map);
-    shared.ring().initialise((kConsumerThreads + (kArranges ? kArrangerThreads : 0)) / 32);
-    shared.arranged().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
-    shared.squares_ring().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
-  ptx::griddepcontrol_launch_dependents();
-
-  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp >= (kConsumerThreads + kArrangerThreads) / 32) {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == kConsumerThreads + kArrangerThreads) produce(shared, x_map, w_map, work, block);
-    return;
-  }
-  if (warp >= kConsumerThreads / 32) {
-    ptx::setmaxnreg_dec<kArrangerRegisters>();
-    if constexpr (kArranges) arrange(shared, work, block, gamma, depth);
-    return;
-  }
-  ptx::setmaxnreg_inc<kConsumerRegisters>();
-  ptx::griddepcontrol_wait();
-  const Output out{bias, residual, y, parts, counters, bias_stride, residual_stride, y_stride, tokens, columns, depth, epsilon};
+// The consumers: a block's tiles, part by part.
+__device__ __forceinline__ void consume(const Shared& shared, const Share& share, const Output& out, const float* scales,
+                                        i64 scale_stride, int tiles) {
   const Place place;
   Ring ring = shared.ring();
   ArrangedRing arranged = shared.arranged();
   SquaresRing squares_ring = shared.squares_ring();
-  gemm::for_each_part(work, block, [&](const gemm::WorkPart& part) {
+  for_each_part(share.work, share.cluster, [&](const WorkPart& part) {
     float sum[kSums] = {};
+    const int tile = share.tile(part.tile);
     if constexpr (kCodes) {
-      const int row = part.tile * kTileColumns;
+      const int row = min(tile, tiles - 1) * kTileColumns;  // a cluster's last tile may be none
       multiply_codes(sum, shared, ring, arranged, place, part, scales + row / kScaleBlock * scale_stride,
-                     scales + (kGated ? columns + row : row) / kScaleBlock * scale_stride);
+                     scales + (kGated ? out.columns + row : row) / kScaleBlock * scale_stride);
     } else {
       multiply_plain(sum, shared, ring, arranged, place, part);
     }
@@ -453,10 +385,56 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (kStepGroups > 1 && place.thread < kTokens) squares[place.thread] += squares[kTokens + place.thread];
       ptx::bar_sync(1, kConsumerThreads);
     }
-    if (merge(sum, shared, work, out, block, part.tile, place, squares)) write(sum, out, part.tile, place, squares);
+    if (merge(sum, shared, share, out, part.tile, place, squares)) write(sum, out, tile, place, squares);
     if constexpr (kNorm) {
       __syncwarp();
       squares_ring.release();
     }
   });
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    linear_tokens(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* scales,
+                 const Bias* bias, const bf16* residual, bf16* y, const bf16* gamma, float* parts, u32* counters, int tokens,
+                 int columns, int depth, float epsilon, i64 scale_stride, i64 bias_stride, i64 residual_stride,
+                 i64 y_stride) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const Shared shared{smem};
+  const int tiles = (columns + kTileColumns - 1) / kTileColumns, tile_stages = (depth + kDepth - 1) / kDepth;
+  const int clusters = static_cast<int>(gridDim.x) / kSharers, rows_of_tiles = (tiles + kSharers - 1) / kSharers;
+  const Share share{{tile_stages, rows_of_tiles * tile_stages, clusters},
+                    static_cast<int>(blockIdx.x) / kSharers,
+                    static_cast<int>(blockIdx.x) % kSharers};
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&x_map);
+    ptx::prefetch_tensormap(&w_map);
+    constexpr int kReaders = (kConsumerThreads + (kArranges ? kArrangerThreads : 0)) / 32;
+    shared.ring().initialise(kReaders + (kSharers - 1) * kXReaders);
+    shared.arranged().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
+    shared.squares_ring().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
+    ptx::fence_mbarrier_init();
+  }
+  if constexpr (kSharers > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  ptx::griddepcontrol_launch_dependents();
+
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp >= (kConsumerThreads + kArrangerThreads) / 32) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == kConsumerThreads + kArrangerThreads) produce(shared, x_map, w_map, share);
+  } else if (warp >= kConsumerThreads / 32) {
+    ptx::setmaxnreg_dec<kArrangerRegisters>();
+    if constexpr (kArranges) arrange(shared, share, gamma, depth);
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    ptx::griddepcontrol_wait();
+    const Output out{bias,       residual, y,       parts, counters, bias_stride, residual_stride, y_stride, tokens,
+                     columns, depth,    epsilon};
+    consume(shared, share, out, scales, scale_stride, tiles);
+  }
+  // A block's memory stays while others bring x there, and say that they have read it.
+  if constexpr (kSharers > 1) ptx::cluster_sync();
 }

@@ -1,0 +1,90 @@
+// What the blocks of linear_tokens.cu keep in shared memory, and how they share the work. For that kernel's prelude.
+//
+//   ring      kStages stages of w (128 rows of 128 bytes) and of x (boxes of all tokens, 128 bytes of each)
+//   arranged  kArranged stages of n as the products take it; none where that is x itself
+//   barriers of the ring, of what is arranged, of a part's squares; the squares; a word for the merge
+#pragma once
+
+#include "common/stage_ring.cuh"
+#include "common/types.cuh"
+#include "gemm/hopper/even_work.cuh"
+#include "gemm/skinny/decode_operand.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace cki::gemm {
+
+using Operand = DecodeOperand<bf16, Code>;
+constexpr bool kCodes = sizeof(Code) == 1;
+constexpr bool kArranges = kCodes || kNorm;
+constexpr int kSpan = 128;                                        // bytes of a row in shared memory: the swizzle
+constexpr int kDepth = kSpan / static_cast<int>(sizeof(Code));    // elements of K in a stage
+constexpr int kSteps = kDepth / 16;
+constexpr int kScaleBlock = 128;
+constexpr int kRows = 128;  // of w in a stage: two consumers' 64
+constexpr int kTileColumns = kGated ? kRows / 2 : kRows;  // of y
+constexpr int kConsumerThreads = 256, kArrangerThreads = 128;
+constexpr int kThreads = kConsumerThreads + kArrangerThreads + 128;  // of the last warpgroup one thread works
+// Of a thread, in steps of eight: a block has 65536.
+constexpr int kConsumerRegisters = 168, kArrangerRegisters = 104, kProducerRegisters = 40;
+constexpr int kArranged = 3;       // stages of n
+constexpr int kBox = kTokens * kSpan;  // bytes: 64 elements of K of all tokens
+constexpr int kBytesX = kDepth / 64 * kBox;
+constexpr int kBytesW = kRows * kSpan, kStageBytes = kBytesW + kBytesX;
+constexpr int kShareTokens = kTokens / kSharers;  // that a block brings
+constexpr int kXReaders = (kArranges ? kArrangerThreads : kConsumerThreads) / 32;  // warps
+constexpr int kSums = kTokens / 2;  // of a thread
+constexpr int kPartFloats = kSums * kConsumerThreads + kTokens;  // of a part: its sums, its squares
+
+constexpr int kArrangedAt = kStages * kStageBytes;
+constexpr int kBarriersAt = kArrangedAt + (kArranges ? kArranged * kBytesX : 0);
+constexpr int kSquaresAt = kBarriersAt + StageRing<kStages>::kBytes + StageRing<kArranged>::kBytes + StageRing<1>::kBytes;
+constexpr int kSharedBytes = kSquaresAt + 2 * kTokens * 4 + 16;
+static_assert(kSharedBytes <= kBarriersAt + 1024, "what the planner allows for");
+static_assert(kShareTokens % 8 == 0, "blocks share out whole patterns of the swizzle");
+static_assert(kTokens == 8 || kTokens == 16 || kTokens == 32 || kTokens == 64, "tokens of a wgmma");
+
+// Arrangers: a lane makes 16 positions of a token; warps share a stage's steps by fours, and the tokens.
+constexpr int kStepGroups = kSteps / 4;
+constexpr int kPass = 8 * (4 / kStepGroups);
+constexpr int kItems = kTokens > kPass ? kTokens / kPass : 1;
+// A power of two, by which codes' registers are too small (decode_operand.cuh).
+constexpr float kOfX = kCodes ? 0x1p60f : 1.0f;
+
+using Ring = StageRing<kStages>;
+using ArrangedRing = StageRing<kArranged>;
+using SquaresRing = StageRing<1>;  // of a part
+
+struct Shared {
+  unsigned char* memory;
+  __device__ __forceinline__ Ring ring() const { return Ring(memory + kBarriersAt); }
+  __device__ __forceinline__ ArrangedRing arranged() const { return ArrangedRing(memory + kBarriersAt + Ring::kBytes); }
+  __device__ __forceinline__ SquaresRing squares_ring() const {
+    return SquaresRing(memory + kBarriersAt + Ring::kBytes + ArrangedRing::kBytes);
+  }
+  __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(memory + kSquaresAt); }
+  __device__ __forceinline__ u32* told() const { return reinterpret_cast<u32*>(memory + kSquaresAt + 2 * kTokens * 4); }
+};
+
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+// A block's share of the work: its cluster's stages, of tiles side by side, and which of those are its own.
+struct Share {
+  EvenWork work;  // of clusters, in rows of kSharers tiles
+  int cluster, rank;
+  __device__ __forceinline__ int tile(int row_of_tiles) const { return row_of_tiles * kSharers + rank; }
+  __device__ __forceinline__ int slot(int other, int row_of_tiles) const {
+    return work.slot(other, row_of_tiles) * kSharers + rank;
+  }
+};
+
+// A warp that has read x of a stage, in registers or by wgmma: all that bring x may bring the next.
+__device__ __forceinline__ void release_x(Ring& ring) {
+  if constexpr (kSharers == 1) {
+    ring.release();
+  } else {
+    if (lane() < kSharers) ptx::mbarrier_arrive_cluster_unordered(ring.empty + ring.stage, static_cast<u32>(lane()));
+    ring.advance();
+  }
+}
+
+}  // namespace cki::gemm
