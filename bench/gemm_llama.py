@@ -2,10 +2,10 @@
 
     python bench/gemm_llama.py                                   # all 40 cells, about a minute and a half on an H200
     python bench/gemm_llama.py --rows 1 16 --layout in_out
-    python bench/gemm_llama.py --without late                    # candidates whose names contain that
+    python bench/gemm_llama.py --without l0                      # candidates whose names contain that
 
 No bias, so torch is `torch.matmul`.  The candidates for few rows are the best tile of `skinny/linear.cu`, by its model,
-and blocks of Hopper's GEMM, small and larger ones; each also `late`.  Kernels are compiled first, several
+and blocks of Hopper's GEMM, small and larger ones; each also EARLY.  Kernels are compiled first, several
 at a time.  Then one worker process compares every implementation with a float64 product on the GPU before it times all
 of a cell in turn, one graph replay each a round.  Where it dies or falls silent, it is started again from that cell on,
 without the candidate that it was at.
@@ -47,10 +47,13 @@ from cki.ops.linear import plan_linear
 PRODUCTS = ("4096x6144", "4096x4096", "4096x28672", "14336x4096")
 ROWS = (1, 8, 16, 64, 2048)
 LAYOUTS = ("in_out", "out_in")
-#: Stages that a launch asks for ahead, where it may begin only behind the last copies of the one before.
-LATE = (6, 12, 24)
-#: Of Hopper's GEMM with up to 64 rows, besides small ones.
-LOW_TILES = (HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True))
+#: (ahead, left): stages that a launch asks for ahead, copies that are left when it lets the next one begin.
+EARLY = ((4, 0), (0, 0), (0, 4), (0, 8), (12, 8))
+#: Of Hopper's GEMM with up to 64 rows.
+LOW_TILES = (
+    *SMALL_TILES, HopperTile(64, 64, 12, consumers=1), HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True),
+    HopperTile(64, 128, 8, split=2),
+)  # fmt: skip
 ROUNDS = 10
 #: Without a word from the worker, it is ended.
 SILENCE_SECONDS = 40.0
@@ -67,13 +70,17 @@ def candidates(
     if rows <= 64:
         copying = choose_skinny_tile(rows, columns, depth, 2, device, along_n=along_n)
         if copying is not None:
-            early = dataclasses.replace(copying, programmatic=True)
-            tiles += [copying, *(dataclasses.replace(early, late=late) for late in LATE)]
+            tiles.append(copying)
+        if copying is not None and rows <= 16:
+            few = [dataclasses.replace(copying, warps_n=warps, programmatic=True) for warps in (1, 2)]
+            few += [
+                dataclasses.replace(tile, stages=8) for tile in few if tile.stages < 8 and tile.block_n == 64
+            ]
+            tiles += [*few, *(dataclasses.replace(tile, ahead=a, left=n) for tile in few for a, n in EARLY)]
     if rows <= 32:
         tiles += [dataclasses.replace(tile, rows_x=max(16, rows)) for tile in SMALL_TILES]
     if 16 < rows <= 64:
-        own = (*SMALL_TILES, *LOW_TILES)
-        tiles += [*own, *(dataclasses.replace(tile, late=late) for tile in own for late in LATE)]
+        tiles += [*LOW_TILES, *(dataclasses.replace(t, ahead=a, left=n) for t in LOW_TILES for a, n in EARLY)]
     elif rows > 64:
         tiles += sorted(TILES, key=lambda tile: predicted_time(tile, rows, columns, depth, device))[:3]
     kinds = {SkinnyTile: "skinny", HopperTile: "hopper"}

@@ -49,8 +49,9 @@ class HopperTile:
     sharers: blocks of a cluster whose tiles lie below each other, and who bring their weight for each other.
     programmatic: the launch may begin while the one before it in the stream ends.
     consumers: 2, or 1 in a small block, of which an SM holds several.
-    late: stages of its weight that a launch asks for in L2 while the one before it ends, which lets it begin only
-        behind its own last copies; 0: the ring's, and from the beginning on.
+    ahead: stages of its weight that a launch asks for in L2 while the one before it ends; 0: the ring's.
+    left: of its copies, when it lets the next launch begin: late, that one asks for its weight when memory has nothing
+        else to do; -1: from the beginning on.
     rows_x: of x that are copied, where it has no more; 0: all of the tile's.
     fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
@@ -65,7 +66,8 @@ class HopperTile:
     spare_warps: bool = False
     consumers: int = 2
     fetches: bool = False
-    late: int = 0
+    ahead: int = 0
+    left: int = -1
     rows_x: int = 0
 
     @property
@@ -114,7 +116,7 @@ class HopperTile:
             f"{self.block_m}x{self.block_n}s{self.stages}", "pp" if self.ping_pong else "",
             f"k{self.split}" if self.split > 1 else "", f"m{self.sharers}" if self.sharers > 1 else "",
             "small" if self.consumers == 1 else "", "fetch" if self.fetches else "",
-            f"late{self.late}" if self.late else "",
+            f"a{self.ahead}" if self.ahead else "", f"l{self.left}" if self.left >= 0 else "",
             f"x{self.rows_x}" if self.rows_x else "",
             "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
         )  # fmt: skip

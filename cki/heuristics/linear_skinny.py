@@ -59,8 +59,9 @@ class SkinnyTile:
     block_m, block_n: the tile of a cluster.  warps_n, warps_k: how a block's warps share its columns, and the K steps
         of a stage.  stages: depth of the ring.  split: blocks of the cluster, each with its part of K.
     programmatic: the launch may begin while the one before it in the stream ends (sm_90 and later; else no effect).
-    late: stages of its weight that such a launch asks for in L2 while the one before it ends, which lets it begin only
-        behind its own last copies; 0: as many as its copies have under way, and from the beginning on.
+    ahead: stages of its weight that such a launch asks for in L2 while the one before it ends; 0: as its copies.
+    left: of its copies, when it lets the next launch begin: late, that one asks for its weight when memory has nothing
+        else to do; -1: from the beginning on.
     """
 
     block_m: int
@@ -70,7 +71,8 @@ class SkinnyTile:
     stages: int
     split: int = 1
     programmatic: bool = True
-    late: int = 0
+    ahead: int = 0
+    left: int = -1
 
     @property
     def threads(self) -> int:
@@ -86,8 +88,8 @@ class SkinnyTile:
     def __str__(self) -> str:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
         kind = "" if self.programmatic else "serial"
-        late = f"late{self.late}" if self.late else ""
-        return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{late}"
+        early = (f"a{self.ahead}" if self.ahead else "") + (f"l{self.left}" if self.left >= 0 else "")
+        return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{early}"
 
 
 def _with_splits(

@@ -29,7 +29,7 @@ SPLIT = pytest.mark.parametrize(
     [
         HopperTile(64, 128, 2, split=2),
         HopperTile(128, 64, 3, split=2),
-        HopperTile(64, 64, 2, split=2, consumers=1),
+        HopperTile(64, 64, 2, split=2, consumers=1, ahead=3, left=1),
     ],
     ids=str,
 )

@@ -24,12 +24,12 @@
 //          a launch before has stored with kStatistics. kSpareWarps: the producer's other warps read those of x, a tile
 //          ahead of the consumers, who otherwise wait for them in front of each tile.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
-//          nothing is written, before griddepcontrol_wait. kLate: the next one may only behind this one's last copies,
-//          so that it asks for its first weights (kStagesAhead) when memory has nothing else to do.
+//          nothing is written, before griddepcontrol_wait. The next one may when kLeft of this one's copies are left, so
+//          that it asks for its first weights (kStagesAhead) when memory has nothing else to do; with -1 at once.
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kRowsX, kBlockN, kStages, kStagesAhead,
-//   kLate, kConsumers, kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
+//   kLeft, kConsumers, kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
 //   kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual
 //   (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map and residual_map
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         gemm::prefetch_weight<Layout, kWeightAlongN, kSharers, kBoxes>(&w_map, first, stage_depth(k), m_part);
       }
       ptx::griddepcontrol_wait();
-      if constexpr (!kLate) ptx::griddepcontrol_launch_dependents();
+      if constexpr (kLeft < 0) ptx::griddepcontrol_launch_dependents();
       for (int number = block; number < tiles; number += blocks) {
         const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
         const int row = (tile.m * kSharers + m_part) * kBlockM;
@@ -234,9 +234,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
               smem + ring.stage * Layout::kStageBytes, &x_map, &w_map, ring.full + ring.stage, row, from, stage_depth(k),
               m_part);
           ring.advance();
+          if (kLeft >= 0 && number + blocks >= tiles && k == max(k_tiles - 1 - kLeft, 0)) {
+            ptx::griddepcontrol_launch_dependents();
+          }
         }
       }
-      if constexpr (kLate) ptx::griddepcontrol_launch_dependents();
       if constexpr (kSharers > 1) {  // no arrival of another block may find this one gone
 #pragma unroll 1
         for (int i = 0; i < kStages; ++i) {

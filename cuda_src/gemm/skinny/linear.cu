@@ -21,9 +21,9 @@
 // fp32.    3xTF32 (gemm/fragments.cuh), each stage added by a rounded fp32 addition; sums that come out as NaN are
 //          computed again by plain additions (gemm/nonfinite.cuh says why).
 // Overlap. kProgrammatic (sm_90): the launch may begin while the one before it ends. What that one may have written is read
-//          only behind griddepcontrol_wait, but the first weights are on their way to L2 by then (prefetch.cuh). kLate: the
-//          next one may begin only behind this one's last copies, so that it asks for its first weights (kStagesAhead)
-//          when memory has nothing else to do.
+//          only behind griddepcontrol_wait, but the first weights are on their way to L2 by then (prefetch.cuh). The next
+//          one may begin when kLeft of this one's copies are left, so that it asks for its first weights (kStagesAhead)
+//          when memory has nothing else to do; with -1 at once.
 //
 // Layouts. As in gemm/linear.cu: rows of x, residual and y over up to three axes (kRowAxes 1 or 3, extents
 //          rows / extent1 / extent2 outermost first), columns with strides of their own; w is [K, N] with rows along N
@@ -31,7 +31,7 @@
 //
 // Grid: (ceil(N / kBlockN) * kSplit, ceil(M / kBlockM)), clusters of (kSplit, 1).
 // Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsN, kWarpsK, kStages,
-//   kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLate, kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX,
+//   kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX,
 //   kUnitStrideW, kWeightAlongN, kRowAxes, kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
 // Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
 #include "common/convert_element.cuh"
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if constexpr (kProgrammatic) {
     if constexpr (kCopyBytesW == 16) {
       const int k_end = min(depth, first_k + min(tiles, kStagesAhead) * kStageK);
-      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads>(w, w_stride, first_k, k_end, first_column, columns);
+      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0)>(w, w_stride, first_k, k_end, first_column, columns);
     }
     ptx::griddepcontrol_wait();
   }
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int warp_k = warp / kWarpsN;
   Sums sum = {};
 
-  if constexpr (kProgrammatic && !kLate) ptx::griddepcontrol_launch_dependents();
+  if constexpr (kProgrammatic && kLeft < 0) ptx::griddepcontrol_launch_dependents();
   // The finish reads these behind the last product, where nothing hides a latency.
   finish.template prefetch<kHasBias, kHasResidual>(bias, bias_stride, added);
   // The first turns only fill the ring: with the copies in one place the loop is a quarter of the code, which a launch
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       __syncthreads();  // stage `tile` is there for all, and nobody reads the stage that is filled next
     }
     if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1, next_slot);
-    if (kProgrammatic && kLate && tile + kStages == tiles) ptx::griddepcontrol_launch_dependents();
+    if (kProgrammatic && kLeft >= 0 && tile + kStages == max(tiles - kLeft, 1)) ptx::griddepcontrol_launch_dependents();
     ptx::cp_async_commit_group();
     next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
     if (tile < 0) continue;
