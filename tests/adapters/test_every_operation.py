@@ -20,7 +20,7 @@ OTHERS = {
     "LaunchRule": "an argument of such", "hold": "binds a call's arguments; the result is no part of a program",
     "Encoder": "a model: its operation is made for its weights; encoder_layers is the operation of the table",
     "prepare": "rounds weights once, on the host", "selftest": "a command", "reference": "a module", "sim": "a module",
-    "adapters": "a module",
+    "adapters": "a module", "choices": "a list of what was chosen",
 }  # fmt: skip
 #: Operations of the table's kind that are not public, and why.
 INTERNAL = {"sample_tokens": "the engine's, on memory that the engine keeps"}

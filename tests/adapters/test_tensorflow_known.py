@@ -109,6 +109,19 @@ def test_a_recognised_call_in_a_graph_is_a_node_of_it():
     np.testing.assert_array_equal(graph(), eager)
 
 
+def test_a_function_of_constants():
+    """TensorFlow's optimiser runs nodes of constants on the CPU while it prepares a function, where it can."""
+    matrix = X[0]
+
+    @tf.function
+    def function(y):
+        return cki.layer_norm(cki.softmax(tf.constant(matrix))) + y
+
+    wanted = cki.layer_norm(cki.softmax(tf.constant(matrix))) + 1.0
+    for _ in range(2):
+        np.testing.assert_array_equal(function(tf.ones(())), wanted)
+
+
 def test_gradients_of_recognised_calls_name_the_operation():
     x = tf.constant(X)
     for _ in range(2):
