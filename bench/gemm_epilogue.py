@@ -2,12 +2,14 @@
 
     python bench/gemm_epilogue.py                                # half a minute on an H200
     python bench/gemm_epilogue.py --shape 8192x1024x4096         # ROWSxDEPTHxCOLUMNS
+    python bench/gemm_epilogue.py --plain                        # products alone: large squares, and all of BERT-large
 
 "plain" is `cki.linear` without bias, "torch" is `torch.matmul`.  "swiglu" is `cki.gated_linear`, whose y has half of
 the columns: its product is the plain one's.  "statistics" are those of y's rows, stored for the next product's norm.
 Before timing, rows of each result are compared with float64.
 
-`of_plain`: an epilogue's time over that of our plain product.  Writes results/gemm_epilogue.csv.
+`of_plain`: an epilogue's time over that of our plain product.  `vs_torch`: the time of torch's product alone over this
+one's.  Writes results/gemm_epilogue.csv, or gemm_plain.csv with the geometric mean of `vs_torch` printed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ import cki.reference
 from cki.ops.call import call
 
 SHAPES = ("8192x1024x4096", "8192x4096x1024", "4096x4096x4096", "2048x4096x6144", "2048x1024x3072")
+#: Large squares, and BERT-large's products at 512 to 16384 tokens.
+PLAIN_SHAPES = (
+    "4096x4096x4096", "8192x8192x8192",
+    *(f"{rows}x{shape}" for rows in (512, 2048, 8192, 16384)
+      for shape in ("1024x3072", "1024x1024", "1024x4096", "4096x1024")),
+)  # fmt: skip
 ACTIVATIONS = ("relu", "silu", "gelu_tanh", "gelu")
 ROUNDS = 20
 _LIMIT = 2.0**-7
@@ -112,11 +120,13 @@ def check(name: str, run: Callable[[Inputs], Any], i: Inputs) -> float:
     return error
 
 
-def measure(rows: int, depth: int, columns: int) -> list[dict[str, object]]:
-    """Rows of one shape, all in turn."""
-    nbytes = 2 * (depth * (rows + columns) + 2 * rows * columns)
+def measure(rows: int, depth: int, columns: int, plain: bool) -> list[dict[str, Any]]:
+    """Rows of one shape, all in turn.  plain: only products alone."""
+    nbytes = 2 * (depth * (rows + columns) + (1 if plain else 2) * rows * columns)
     inputs = common.rotated(lambda seed: (make_inputs(rows, depth, columns, seed),), nbytes, limit=6)
     variants = implementations()
+    if plain:
+        variants = {name: variants[name] for name in ("torch", "plain")}
     with ThreadPoolExecutor() as pool:  # compiles several at a time
         list(pool.map(lambda run: run(*inputs[0]), variants.values()))
     errors = {name: check(name, run, *inputs[0]) for name, run in variants.items()}
@@ -125,6 +135,7 @@ def measure(rows: int, depth: int, columns: int) -> list[dict[str, object]]:
         common.row(
             "linear", f"{rows}x{depth}x{columns}", "bf16", name, timing, flops=2.0 * rows * depth * columns,
             error=f"{errors[name]:.1e}", of_plain=round(timing.median_us / times["plain"].median_us, 3),
+            vs_torch=round(times["torch"].median_us / timing.median_us, 3),
         )
         for name, timing in times.items()
     ]  # fmt: skip
@@ -134,13 +145,17 @@ def main() -> None:
     """Measures and writes gemm_epilogue.csv."""
     parser = argparse.ArgumentParser(description="time of epilogues of products")
     parser.add_argument("--shape", action="append", help="ROWSxDEPTHxCOLUMNS; may be repeated")
+    parser.add_argument("--plain", action="store_true", help="products alone")
     arguments = parser.parse_args()
     common.require_gpu()
-    rows: list[dict[str, object]] = []
-    for shape in arguments.shape or SHAPES:
+    rows: list[dict[str, Any]] = []
+    for shape in arguments.shape or (PLAIN_SHAPES if arguments.plain else SHAPES):
         m, k, n = (int(extent) for extent in shape.split("x"))
-        rows += measure(m, k, n)
-    common.write_csv("gemm_epilogue", rows)
+        rows += measure(m, k, n, arguments.plain)
+    common.write_csv("gemm_plain" if arguments.plain else "gemm_epilogue", rows)
+    ratios = [row["vs_torch"] for row in rows if row["implementation"] == "plain"]
+    mean = np.exp(np.mean(np.log(ratios)))
+    print(f"plain: {mean:.3f} of torch in the mean of {len(ratios)} shapes, least {min(ratios):.3f}")
 
 
 if __name__ == "__main__":

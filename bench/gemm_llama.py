@@ -78,7 +78,8 @@ def candidates(
             ]
             tiles += [*few, *(dataclasses.replace(tile, ahead=a, left=n) for tile in few for a, n in EARLY)]
     if rows <= 32:
-        tiles += [dataclasses.replace(tile, rows_x=max(16, rows)) for tile in SMALL_TILES]
+        low = [dataclasses.replace(tile, rows_x=max(16, rows)) for tile in SMALL_TILES]
+        tiles += [*low, *(dataclasses.replace(tile, ahead=a, left=n) for tile in low for a, n in EARLY)]
     if 16 < rows <= 64:
         tiles += [*LOW_TILES, *(dataclasses.replace(t, ahead=a, left=n) for t in LOW_TILES for a, n in EARLY)]
     elif rows > 64:
