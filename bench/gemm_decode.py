@@ -8,8 +8,7 @@ norm and SwiGLU; down with the residual.  Weights are bf16, or e4m3 with scales 
 activations.  Each is first compared with float64; one that is wrong ends the program.
 
 `of_copy` is the weight's bytes a second over the rate of a copy in the same run (bytes read and written).  `launches`:
-as many as the engine makes of it.  --probe: also without programmatic launch, and with the shared memory that more
-tokens would take, which says what is the memory's size and what the tokens'.
+as many as the engine makes of it.  --probe: also without programmatic launch, with other rings and hints.
 Method: CUDA graph replays over weights that together exceed the L2 cache three times, in turn (bench/common.py).
 """
 
@@ -67,14 +66,19 @@ PRODUCTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to launch.  serial: after the launch ahead has ended.  room: tokens whose shared memory is asked for."""
+    """A way to launch.  serial: after the launch ahead has ended.  stages, prefetch: of `plan_linear_decode`."""
 
     serial: bool = False
-    room: int = 0
+    stages: int | None = None
+    prefetch: int = 0
 
     def __str__(self) -> str:
-        words = ("serial",) * self.serial + (f"room of {self.room}",) * bool(self.room)
-        return " ".join(("cki", *words))
+        words = {
+            "serial": self.serial,
+            f"{self.stages} stages": self.stages,
+            f"prefetch {self.prefetch}": self.prefetch,
+        }
+        return " ".join(("cki", *filter(words.get, words)))
 
     def plan(self, product: Product, operands: dict[str, Operand | None], device: DeviceInfo) -> Plan:
         """The launches of one product: parts of the tokens, where all do not fit."""
@@ -94,11 +98,9 @@ class Variant:
                 _rows(x, first, part), w, None, residual and _rows(residual, first, part), _rows(y, first, part),
                 device, norm=Norm(gamma, EPSILON) if gamma else None, gated=product.gated,
                 activation="silu" if product.gated else None, scales=operands["scales"],
+                stages=self.stages, prefetch=self.prefetch,
             )  # fmt: skip
-            smem = step.smem
-            if self.room:
-                smem = heuristics.shared_memory(self.room, product.depth, itemsize, norm=product.norm)
-            steps.append(dataclasses.replace(step, smem=max(smem, step.smem), programmatic=not self.serial))
+            steps.append(dataclasses.replace(step, programmatic=not self.serial))
         return Plan(tuple(steps))
 
     def spec(self, product: Product) -> OpSpec:
@@ -129,9 +131,9 @@ def make_inputs(product: Product, tokens: int, codes: bool, seed: int) -> tuple[
 
     x, w, scales = normal(tokens, product.depth), normal(product.rows, product.depth), None
     if codes:
-        w = (w * 100).to(torch.float8_e4m3fn)
+        w = (w * 50).to(torch.float8_e4m3fn)
         blocks = (-(-product.rows // 128), -(-product.depth // 128))
-        scales = torch.rand(blocks, generator=generator, device="cuda") * 1e-4 + 1e-4
+        scales = torch.rand(blocks, generator=generator, device="cuda") * 2e-4 + 2e-4
     else:
         w *= product.depth**-0.5
     gamma = 1 + normal(product.depth) / 8 if product.norm else None
@@ -168,7 +170,24 @@ def check(product: Product, inputs: tuple[Any, ...], what: str) -> None:
         raise SystemExit(f"{what}: error {error:.3g}, allowed {limit:.3g}")
 
 
-def compile_ahead(products: Sequence[Product], tokens: Sequence[int], weights: Sequence[bool]) -> None:
+def variants_of(product: Product, tokens: int, codes: bool, probe: bool, device: DeviceInfo) -> list[Variant]:
+    """The choice, and with `probe` others that fit."""
+    if not probe:
+        return [Variant()]
+    itemsize = 1 if codes else 2
+    rings = [
+        ring for ring in (3, 4, 6, 8)
+        if heuristics.shared_memory(tokens, product.depth, itemsize, ring, norm=product.norm)
+        <= device.shared_memory_per_block
+        and ring != heuristics.stages(tokens, product.depth, itemsize, device, norm=product.norm)
+    ]  # fmt: skip
+    others = [Variant(serial=True), Variant(prefetch=128), Variant(prefetch=256)]
+    return [Variant(), *others, *(Variant(stages=ring) for ring in rings)]
+
+
+def compile_ahead(
+    products: Sequence[Product], tokens: Sequence[int], weights: Sequence[bool], probe: bool
+) -> None:
     """All kernels, side by side: the compiler runs without Python's lock."""
     device = driver.device_info(0)
     kernels: dict[KernelSpec, None] = {}
@@ -184,8 +203,8 @@ def compile_ahead(products: Sequence[Product], tokens: Sequence[int], weights: S
                     "gamma": dense("gamma", (product.depth,), dtypes.bf16) if product.norm else None,
                     "y": dense("y", (count, product.columns), dtypes.bf16),
                 }  # fmt: skip
-                for step in Variant().plan(product, operands, device).steps:
-                    kernels[step.kernel] = None
+                for variant in variants_of(product, count, codes, probe, device):
+                    kernels |= {step.kernel: None for step in variant.plan(product, operands, device).steps}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda kernel: kernel_cache.get(kernel, device.arch), kernels))
 
@@ -241,18 +260,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     common.require_gpu()
     weights = [kind == "e4m3" for kind in options.weights]
-    compile_ahead([PRODUCTS[name] for name in options.product], options.tokens, weights)
+    compile_ahead([PRODUCTS[name] for name in options.product], options.tokens, weights, options.probe)
+    device = driver.device_info(0)
     copy = common.copy_rate()
     rows = []
     for codes in weights:
         for name in options.product:
             for tokens in options.tokens:
-                variants = [Variant()]
-                if options.probe:
-                    variants += [Variant(serial=True), *(Variant(room=n) for n in (4, 8) if n > tokens)]
-                variants = [v for v in variants if not v.room or not heuristics.obstacles(
-                    v.room, PRODUCTS[name].depth, 1 if codes else 2, driver.device_info(0), norm=PRODUCTS[name].norm
-                )]  # fmt: skip
+                variants = variants_of(PRODUCTS[name], tokens, codes, options.probe, device)
                 rows += measure(name, tokens, codes, variants, copy)
     common.write_csv("gemm_decode", rows)
 

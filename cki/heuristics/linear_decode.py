@@ -11,21 +11,11 @@ PROGRAMMATIC = ("sm_90a", "sm_100a", "sm_120a")
 #: Of the kernel: warps that share K, bytes of K a step.
 WARPS, STEP_BYTES = 8, 128
 _TILE_ROWS = 16
-
-
-def steps_ahead(arch: str) -> int:
-    """Steps that a lane has under way.  For Blackwell four take registers that two blocks an SM do not have."""
-    return 3 if arch in ("sm_100a", "sm_120a") else 4
-
-
-def row_pitch(depth: int, itemsize: int) -> int:
-    """Elements from one row of x to the next in shared memory: whole steps, and a little, by which the chunks of two
-    tokens fall into different banks.  itemsize: of w.
-
-    A lane's chunk of x is 16 bytes beside a 16-bit weight, and 32 beside codes, read in two accesses.
-    """
-    step = STEP_BYTES // itemsize
-    return -(-depth // step) * step + (32 if itemsize == 2 else 8)
+_STAGE_BYTES = WARPS * _TILE_ROWS * STEP_BYTES
+_PART_PITCH = 24
+#: Steps under way: so many if they fit twice into an SM's shared memory, so that the next launch begins beside.
+_FEW_STAGES, _MOST_STAGES, _LEAST_STAGES = 4, 8, 2
+_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
 def token_tiles(tokens: int) -> int:
@@ -33,10 +23,30 @@ def token_tiles(tokens: int) -> int:
     return -(-tokens // 8)
 
 
-def shared_memory(tokens: int, depth: int, itemsize: int, *, norm: bool) -> int:
-    """Bytes of dynamic shared memory: sums of two tiles, x's rows, gamma."""
-    parts = 2 * WARPS * token_tiles(tokens) * _TILE_ROWS * 8 * 4
-    return parts + 2 * (tokens * row_pitch(depth, itemsize) + (depth if norm else 0))
+def _fixed_bytes(tokens: int, depth: int, itemsize: int, *, norm: bool) -> int:
+    """Bytes of shared memory besides the ring: sums of two tiles, squares, gamma, n."""
+    slots = tokens if token_tiles(tokens) == 1 else 16
+    rounds = WARPS * STEP_BYTES // itemsize  # elements of K that all warps take at a time
+    padded = -(-depth // rounds) * rounds
+    parts = 2 * WARPS * slots * _PART_PITCH * 4
+    squares_and_gamma = WARPS * token_tiles(tokens) * 8 * 4 + 2 * padded if norm else 0
+    return parts + squares_and_gamma + 2 * padded * slots
+
+
+def stages(tokens: int, depth: int, itemsize: int, device: DeviceInfo, *, norm: bool) -> int:
+    """Steps that a lane has under way; 0 if x leaves no room.  itemsize: of w."""
+    fixed = _fixed_bytes(tokens, depth, itemsize, norm=norm)
+    room = device.shared_memory_per_block - fixed
+    beside = (device.shared_memory_per_block + _RESERVED) // 2 - _RESERVED - fixed
+    if beside >= _FEW_STAGES * _STAGE_BYTES:
+        room = beside
+    found = min(_MOST_STAGES, room // _STAGE_BYTES)
+    return found if found >= _LEAST_STAGES else 0
+
+
+def shared_memory(tokens: int, depth: int, itemsize: int, ring: int, *, norm: bool) -> int:
+    """Bytes of dynamic shared memory.  ring: its stages."""
+    return ring * _STAGE_BYTES + _fixed_bytes(tokens, depth, itemsize, norm=norm)
 
 
 def blocks(tiles: int, device: DeviceInfo) -> int:
@@ -49,7 +59,7 @@ def obstacles(tokens: int, depth: int, itemsize: int, device: DeviceInfo, *, nor
     found = []
     if not 1 <= tokens <= MAX_TOKENS:
         found.append(f"{tokens} tokens, not 1 to {MAX_TOKENS}")
-    elif shared_memory(tokens, depth, itemsize, norm=norm) + 1024 > device.shared_memory_per_block:
+    elif not stages(tokens, depth, itemsize, device, norm=norm):
         found.append(
             f"{tokens} rows of {depth} do not fit into {device.shared_memory_per_block} bytes of shared memory"
         )

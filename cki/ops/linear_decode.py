@@ -22,7 +22,7 @@ from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.plan import ArgumentValue, NullPointer, Step
 
-_PARAMS = "P" * 7 + "i" * 4 + "f" + "q" * 6
+_PARAMS = "P" * 7 + "i" * 3 + "f" + "q" * 6
 _SCALE_BLOCK = 128
 
 
@@ -62,10 +62,12 @@ def decode_obstacles(
 def plan_linear_decode(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
     norm: Norm | None = None, activation: str | None = None, gated: bool = False, scales: Operand | None = None,
+    stages: int | None = None, prefetch: int = 0,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
 
     scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
+    stages: of the ring of w; None: as many as serve.  prefetch: bytes that L2 is told to fetch around 16.
     w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
     """
     obstacles = decode_obstacles(x, w, y, device, norm=norm, gated=gated, scales=scales)
@@ -73,41 +75,44 @@ def plan_linear_decode(
         raise UnsupportedError("linear of few tokens", obstacles, "rms_norm, linear and gated_linear")
     tokens, depth = x.shape
     columns = y.shape[1]
+    itemsize, normed = w.dtype.itemsize, norm is not None
+    ring = stages or heuristics.stages(tokens, depth, itemsize, device, norm=normed)
     kernel = decode_kernel(
-        x.dtype, device.arch, tokens, bias=None if bias is None else bias.dtype, norm=norm is not None, gated=gated,
+        x.dtype, device.arch, tokens, ring, bias=None if bias is None else bias.dtype, norm=normed, gated=gated,
         activation=activation, residual=residual is not None, codes=w.dtype == dtypes.e4m3,
+        split_blocks=gated and columns % 8 != 0, prefetch=prefetch,
     )  # fmt: skip
-    itemsize = w.dtype.itemsize
     tiles = -(-columns // (8 if gated else 16))
     blocks = heuristics.blocks(tiles, device)
     arguments: tuple[ArgumentValue, ...] = (
         x, w, scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
-        norm.gamma if norm else NullPointer(), tokens, columns, depth, heuristics.row_pitch(depth, itemsize),
+        norm.gamma if norm else NullPointer(), tokens, columns, depth,
         norm.eps if norm else 0.0, x.strides[0], w.strides[0], scales.strides[0] if scales else 0,
         bias.strides[0] if bias else 0, residual.strides[0] if residual else 0, y.strides[0],
     )  # fmt: skip
     step = Step(
         kernel, (blocks, 1, 1), (heuristics.WARPS * 32, 1, 1), arguments,
-        smem=heuristics.shared_memory(tokens, depth, itemsize, norm=norm is not None),
+        smem=heuristics.shared_memory(tokens, depth, itemsize, ring, norm=normed),
         programmatic=bool(kernel.constant("kProgrammatic")),
-        reason=f"{tokens} x {depth} by {w.shape[0]}: few tokens, {tiles} tiles on {blocks} blocks, w by registers",
+        reason=f"{tokens} x {depth} by {w.shape[0]}: few tokens, {tiles} tiles on {blocks} blocks, {ring} stages",
     )  # fmt: skip
     return (step,)
 
 
 def decode_kernel(
-    dtype: DType, arch: str, tokens: int, *, bias: DType | None = None, norm: bool = False, gated: bool = False,
-    activation: str | None = None, residual: bool = False, codes: bool = False,
+    dtype: DType, arch: str, tokens: int, stages: int, *, bias: DType | None = None, norm: bool = False,
+    gated: bool = False, activation: str | None = None, residual: bool = False, codes: bool = False,
+    split_blocks: bool = False, prefetch: int = 0,
 ) -> KernelSpec:  # fmt: skip
-    """The kernel of one configuration."""
-    programmatic, ahead = arch in heuristics.PROGRAMMATIC, heuristics.steps_ahead(arch)
-    alike = heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES
+    """The kernel of one configuration.  split_blocks: a tile's ups may have two blocks of scales."""
+    programmatic = arch in heuristics.PROGRAMMATIC
     return kernel_spec(
         "gemm/skinny/decode.cu", "linear_decode", _PARAMS,
-        archs=tuple(a for a in alike if heuristics.steps_ahead(a) == ahead), max_registers=128, Element=dtype,
+        archs=heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES, max_registers=128, Element=dtype,
         Bias=bias or dtype, Code=dtypes.e4m3 if codes else dtype, kTokenTiles=heuristics.token_tiles(tokens),
-        kDepth=ahead, kNorm=norm, kGated=gated, kActivation=ACTIVATIONS[activation],
-        kHasBias=bias is not None, kHasResidual=residual, kProgrammatic=programmatic,
+        kStages=stages, kPrefetch=prefetch, kSplitBlocks=codes and split_blocks, kNorm=norm, kGated=gated,
+        kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
+        kProgrammatic=programmatic,
     )  # fmt: skip
 
 
@@ -116,12 +121,15 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     device = sim_device(arch)
     bf16, f16 = dtypes.bf16, dtypes.f16
     return [
-        decode_kernel(bf16, device.arch, 1, norm=True),
-        decode_kernel(bf16, device.arch, 1, residual=True),
-        decode_kernel(bf16, device.arch, 16, norm=True, gated=True, activation="silu"),
-        decode_kernel(f16, device.arch, 4, norm=True, gated=True, activation="gelu", bias=dtypes.f32),
-        decode_kernel(f16, device.arch, 16, residual=True, bias=f16),
-        decode_kernel(bf16, device.arch, 1, norm=True, codes=True),
-        decode_kernel(bf16, device.arch, 16, norm=True, gated=True, activation="silu", codes=True),
-        decode_kernel(f16, device.arch, 16, residual=True, bias=f16, codes=True),
+        decode_kernel(bf16, device.arch, 1, 6, norm=True),
+        decode_kernel(bf16, device.arch, 1, 4, residual=True),
+        decode_kernel(bf16, device.arch, 16, 4, norm=True, gated=True, activation="silu"),
+        decode_kernel(f16, device.arch, 4, 4, norm=True, gated=True, activation="gelu", bias=dtypes.f32),
+        decode_kernel(f16, device.arch, 16, 4, residual=True, bias=f16),
+        decode_kernel(bf16, device.arch, 1, 6, norm=True, codes=True),
+        decode_kernel(
+            bf16, device.arch, 16, 2, norm=True, gated=True, activation="silu", codes=True, split_blocks=True
+        ),
+        decode_kernel(bf16, device.arch, 4, 4, norm=True, gated=True, activation="silu", codes=True),
+        decode_kernel(f16, device.arch, 16, 4, residual=True, bias=f16, codes=True),
     ]

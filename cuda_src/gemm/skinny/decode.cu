@@ -1,6 +1,6 @@
-// A decoder's products of few tokens (M = 1 to 16): the norm before, gates and residual in one launch; w by registers.
+// A decoder's products of few tokens (M = 1 to 16): the norm before, gates and residual in one launch.
 //
-//   y[M, N] = act(n w^T + bias) + residual           n = x, or RMS norm: x / rms(x) * gamma, rounded to Element (kNorm)
+//   y[M, N] = act(n w^T + bias) + residual           n = x, or RMS norm: x / rms(x) * gamma (kNorm)
 //   y[M, N] = act(n wg^T + bias_g) * (n wu^T + bias_u)   gate and up below one another in w, [2 N, K] (kGated)
 //
 // w is of x's type, or e4m3 with a scale for each block of 128 x 128 (W8A16): codes become x's type exactly, and the sums of
@@ -9,23 +9,30 @@
 // Why beside linear.cu. A decode step is a chain of such products, each bound by reading its weight, and what lies between
 //          them costs more than it computes: a launch of a norm or an activation takes 2 to 3 us, in which memory idles.
 //          Here they are part of the products. And the weight never depends on the launch before: this kernel begins to
-//          read it while that one still runs (kProgrammatic), 64 KB on every SM, which no other way of launching does.
+//          read it while that one still runs (kProgrammatic), a ring on every SM, which no other way of launching does.
 //
-// Work.    A block computes tiles of 16 rows of w, all of K, tile after tile (blockIdx.x, + gridDim.x, ...): one block an SM
-//          of half its registers, so that the next launch fits beside it. 8 warps take 128 bytes of K each in turn.
-// Loads.   No shared memory for w: what a lane loads, 16 bytes of a row, is its operand of two products or four
-//          (decode_operand.cuh). A warp's load is 8 rows of 64 bytes; kDepth steps of 4 loads are under way in each lane, also
-//          beyond the end of a tile.
-// x.       In shared memory, normalised once by each block: it is small, and L2 has it. Rows of x from M on repeat the last.
+// Work.    A block computes tiles of 16 rows of w, all of K, tile after tile (blockIdx.x, + gridDim.x, ...): one block an SM,
+//          of half its registers and, for few tokens, half its shared memory, so that the next launch fits beside it. Of K 8
+//          warps take 128 bytes of w each in turn. So a warp needs a part of x only, which no other warp needs: it copies and
+//          arranges that itself, and no warp waits for another before a tile's end.
+// w.       Each lane has a ring of its own in shared memory (cp.async), from which it reads what it has copied: 16 bytes of a
+//          row, two rows and two places a step. kStages steps are under way, also beyond the end of a tile. (Through
+//          registers the compiler moved the loads of several steps together, behind the products of the last: memory idled.)
+// Product. y^T's rows are tokens, its columns 8 rows of w, so a lane's 16 bytes of w are two right operands as they come, and codes
+//          become operands once for all tokens. Up to 8 tokens the operand's lower 8 rows hold the same tokens' other
+//          elements, which belong to the second product: of two products by one operand, the one's upper rows of the result
+//          count and the other's lower rows.
+// n.       1 / rms(x) is a factor of a whole row: it is applied to the sums (bf16), or before (f16, which x times gamma might
+//          not fit). Rounded once.
 // Sums.    fp32: the tensor core's over a warp's part of K, then the 8 warps' in a fixed order through shared memory. A row's
 //          result depends on nothing but that row, whatever M and the grid are.
 //
-// w and gamma are read before the launch before has ended, so that one must not write them.
+// w, scales and gamma are read before the launch before has ended, so that one must not write them.
 // Rows begin at multiples of 16 bytes; K is a multiple of 8, of 16 with codes. Strides in elements.
 //
-// Grid: (blocks). Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kTokenTiles (1 or 2, of 8 tokens), kDepth,
-//   Code (Element or cki::e4m3), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
-// Dynamic shared memory: kParts floats, M rows of x_pitch elements, and with kNorm K elements of gamma.
+// Grid: (blocks). Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kTokenTiles (1 or 2, of 8 tokens), kStages,
+//   kPrefetch (cp_async's hint: 0, 128, 256), Code (Element or cki::e4m3), kSplitBlocks (gates of codes, N no multiple of 8), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
+// Dynamic shared memory: rings, parts of two tiles, squares (kNorm), gamma (kNorm) and n in whole steps of all warps.
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
@@ -43,241 +50,319 @@ constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
 using Operand = gemm::DecodeOperand<Element, Code>;
 constexpr bool kScaled = sizeof(Code) == 1;
+constexpr bool kScaleSums = kNorm && gemm::IsBf16<Element>::kValue;  // by 1 / rms(x)
+constexpr bool kPaired = kTokenTiles == 2;
 constexpr int kChunk = Operand::kChunk;
-constexpr int kStepK = 8 * kChunk;  // elements of K that a warp takes at a time: 128 bytes of w
+constexpr int kStepK = 8 * kChunk;            // elements of K that a warp takes at a time: 128 bytes of w
+constexpr int kRoundK = kWarps * kStepK;      // all warps
 constexpr int kScaleBlock = 128;
-constexpr int kTileRows = 16;    // of w: the rows of one product
+constexpr int kTileRows = 16;                  // of w
 constexpr int kTileColumns = kGated ? 8 : 16;  // of y
 constexpr int kTokens = kTokenTiles * 8;
-constexpr int kPart = kTokenTiles * kTileRows * 8;  // a warp's sums of a tile
-constexpr int kParts = 2 * kWarps * kPart;          // of two tiles, in turn
-
-// What a lane holds of a step: [row lane / 4 and 8 below][16 bytes at lane % 4 * 16, and the same 64 later]; their scales.
-struct Step {
-  uint4 words[2][2];
-  float scales[kScaled ? 2 : 1];
-};
-
-using Sums = float[kTokenTiles][4];
+constexpr int kPartPitch = 24;                 // floats of a token's sums: eight tokens' in different banks
+constexpr int kStageBytes = 4 * 32 * 16;       // of a warp
+constexpr int kRingBytes = kWarps * kStages * kStageBytes;
+constexpr int kSquares = kNorm ? kWarps * kTokens : 0;
+// n, of a warp and step: planes of 4 pieces of 8 elements for each token. Plane h * kPieces + q has of chunk h, 4 kChunk
+// elements, the pieces q of the four lanes' chunks.
+constexpr int kPieces = kChunk / 8;
+constexpr int kPlanes = 2 * kPieces;
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
 
-// Where a lane reads the weight next: kDepth steps from its `k` on, of the two rows of a tile that are its own.
+// Where a lane's ring is filled next: a step of the two rows of a tile that are its own.
 struct Cursor {
   const Code* rows[2];  // at k
-  i64 row_step;            // elements from a tile's rows to those of this block's next
-  int column;              // of y, that the upper row belongs to
+  i64 row_step;         // elements from a tile's rows to those of this block's next
+  int column;           // of y, that the upper row belongs to
   int k;
 
-  __device__ __forceinline__ Cursor(const Code* w, i64 stride, int columns) {
+  __device__ __forceinline__ Cursor(const Code* w, i64 stride, int columns, int warp) {
     const int row = lane() / 4;
     column = static_cast<int>(blockIdx.x) * kTileColumns + row;
-    k = warp() * kStepK + lane() % 4 * kChunk;
+    k = warp * kStepK + lane() % 4 * kChunk;
     rows[0] = w + column * stride + k;
     rows[1] = rows[0] + (kGated ? columns : 8) * stride;
     row_step = static_cast<i64>(gridDim.x) * kTileColumns * stride;
   }
 
-  __device__ __forceinline__ Step load(int d, int columns, int depth, const float* scales, i64 scale_stride) const {
-    Step loaded;
+  // Asks for a step, and goes on to the next; behind the last, `end` in K, to this block's next tile.
+  __device__ __forceinline__ void fetch(unsigned char* stage, int columns, int depth, int end) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool inside = column + (kGated ? 0 : half * 8) < columns;
 #pragma unroll
       for (int chunk = 0; chunk < 2; ++chunk) {
-        const int offset = d * (kWarps * kStepK) + chunk * (4 * kChunk);
-        loaded.words[half][chunk] = make_uint4(0, 0, 0, 0);
-        if (inside && k + offset < depth)
-          loaded.words[half][chunk] = ptx::load_global_nc_no_allocate_16(rows[half] + offset);
-      }
-      if constexpr (kScaled) {
-        const int row = column + half * (kGated ? columns : 8), block = (k + d * (kWarps * kStepK)) / kScaleBlock;
-        loaded.scales[half] = inside && block * kScaleBlock < depth ? scales[row / kScaleBlock * scale_stride + block] : 0.0f;
+        const bool there = inside && k + chunk * (4 * kChunk) < depth;
+        ptx::cp_async<16, kPrefetch>(stage + (half * 2 + chunk) * 512, rows[half] + chunk * (4 * kChunk), there ? 16 : 0);
       }
     }
-    return loaded;
-  }
-
-  // On by kDepth steps; behind the last of a tile's `steps` to this block's next tile.
-  __device__ __forceinline__ void advance(int steps) {
-    constexpr int kOn = kDepth * kWarps * kStepK;
-    const int end = steps * (kWarps * kStepK);
-    const bool in_tile = k + kOn < end;
-    const i64 on = in_tile ? kOn : row_step - end + kOn;
+    ptx::cp_async_commit_group();
+    k += kRoundK;
+    const bool in_tile = k < end;
+    const i64 on = in_tile ? kRoundK : row_step + kRoundK - end;
     rows[0] += on;
     rows[1] += on;
-    k += in_tile ? kOn : kOn - end;
-    column += in_tile ? 0 : static_cast<int>(gridDim.x) * kTileColumns;
+    if (!in_tile) {
+      k -= end;
+      column += static_cast<int>(gridDim.x) * kTileColumns;
+    }
   }
 };
 
-// sum += the products of a step. x: the row of the lane's token of the first tile; second: that of the second tile.
-__device__ __forceinline__ void multiply(Sums& sum, const Step& step, const Element* x, const Element* second) {
-  Sums fresh = {};
-  Sums& target = kScaled ? fresh : sum;
+// Calls visit(k, place) for each piece of 8 elements of K that belongs to this lane; place: of token 0's, in 16 bytes.
+template <class Visit>
+__device__ __forceinline__ void for_each_piece(int warp, int rounds, int slots, Visit visit) {
+  constexpr int kOfStep = kStepK / 8;
+  for (int i = lane(); i < rounds * kOfStep; i += 32) {
+    const int round = i / kOfStep, piece = i % kOfStep;
+    const int plane = piece / (4 * kPieces) * kPieces + piece % kPieces;
+    visit((round * kWarps + warp) * kStepK + piece * 8, (round * kPlanes + plane) * slots * 4 + piece / kPieces % 4);
+  }
+}
+
+// A token's 8 elements, times what they are to be.
+__device__ __forceinline__ Vector<Element, 8> prepared(const uint4* from, const Element* gamma, float scale,
+                                                       float& squares) {
+  Vector<Element, 8> vector;
+  vector.load(reinterpret_cast<const Element*>(from));
+  if constexpr (kNorm) {
+    float values[8], factors[8];
+    vector.to_floats(values);
+    load_floats(gamma, factors);
 #pragma unroll
-  for (int chunk = 0; chunk < 2; ++chunk) {
+    for (int i = 0; i < 8; ++i) {
+      squares = fmaf(values[i], values[i], squares);
+      values[i] *= (kScaleSums ? 1.0f : scale) * factors[i];
+    }
+    vector.from_floats(values);
+  }
+  Operand::arrange(vector);
+  return vector;
+}
+
+// 1 / rms of a token.
+__device__ __forceinline__ float row_scale(const float* squares, int token, int depth, float epsilon) {
+  float sum = 0.0f;
 #pragma unroll
-    for (int pair = 0; pair < Operand::kProducts / 2; ++pair) {
-      uint4 tokens[kTokenTiles];
+  for (int part = 0; part < kWarps; ++part) sum += squares[part * kTokens + token];
+  return rsqrtf(sum / static_cast<float>(depth) + epsilon);
+}
+
+// Sums of the squares of this warp's elements.
+__device__ __forceinline__ void store_squares(float* squares, int warp, int token, float sum) {
+  sum = warp_sum(sum);
+  if (lane() == 0) squares[warp * kTokens + token] = sum;
+}
+
+// n from the rows that this warp has copied, in place; a lane touches its own pieces alone. gamma: this warp's.
+__device__ __forceinline__ void arrange_rows(uint4* n, const Element* gamma, float* squares, int warp, int rounds, int tokens,
+                                             int depth, float epsilon) {
+  const int slots = kPaired ? 16 : tokens;
+  if constexpr (kNorm && !kScaleSums) {
+    for (int token = 0; token < tokens; ++token) {
+      float sum = 0.0f;
+      for_each_piece(warp, rounds, slots, [&](int, int place) {
+        float values[8];
+        load_floats(reinterpret_cast<const Element*>(n + place + token * 4), values);
 #pragma unroll
-      for (int tile = 0; tile < kTokenTiles; ++tile)
-        tokens[tile] = *reinterpret_cast<const uint4*>((tile == 0 ? x : second) + chunk * (4 * kChunk) + pair * 8);
+        for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
+      });
+      store_squares(squares, warp, token, sum);
+    }
+    __syncthreads();
+  }
+  for (int token = 0; token < min(tokens, 8); ++token) {
+    float sums[2] = {}, scales[2] = {};
+    if constexpr (kNorm && !kScaleSums) {
+      scales[0] = row_scale(squares, token, depth, epsilon);
+      if (kPaired) scales[1] = row_scale(squares, token + 8, depth, epsilon);
+    }
+    for_each_piece(warp, rounds, slots, [&](int k, int place) {
+      const Element* factors = gamma + (kNorm ? k : 0);
+      uint4* own = n + place + token * 4;
+      const Vector<Element, 8> upper = prepared(own, factors, scales[0], sums[0]);
+      if constexpr (kPaired) {
+        const Vector<Element, 8> lower = prepared(own + 32, factors, scales[1], sums[1]);
+        own[0] = make_uint4(upper.words[0], lower.words[0], upper.words[1], lower.words[1]);
+        own[32] = make_uint4(upper.words[2], lower.words[2], upper.words[3], lower.words[3]);
+      } else {
+        own[0] = make_uint4(upper.words[0], upper.words[2], upper.words[1], upper.words[3]);
+      }
+    });
+    if constexpr (kScaleSums) {
+      store_squares(squares, warp, token, sums[0]);
+      if (kPaired) store_squares(squares, warp, token + 8, sums[1]);
+    }
+  }
+}
+
+// Of a tile, in one warp: [8 rows of w][product of a pair].
+using Sums = float[2][2][4];
+
+// Of tokens 8 t + lane / 4: both products' sums for two rows of w.
+__device__ __forceinline__ float2 sum_of(const Sums& sums, int half, int t) {
+  const int upper = t * 2, lower = kPaired ? upper : 2;
+  return make_float2(sums[half][0][upper] + sums[half][1][lower], sums[half][0][upper + 1] + sums[half][1][lower + 1]);
+}
+
+// sums += the products of a step.
+__device__ __forceinline__ void multiply(Sums& sums, const uint4 (&words)[2][2], const uint4* n, int slots) {
+#pragma unroll
+  for (int plane = 0; plane < kPlanes; ++plane) {
+    const uint4* own = n + plane * slots * 4;
+    const uint4 first = own[0];
+    uint4 second = first;
+    if constexpr (kPaired) second = own[32];
+    const u32 a[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        u32 upper[2], lower[2];
-        Operand::registers(step.words[0][chunk], pair * 2 + i, upper);
-        Operand::registers(step.words[1][chunk], pair * 2 + i, lower);
-        const u32 a[4] = {upper[0], lower[0], upper[1], lower[1]};
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
-          const u32 b[2] = {i == 0 ? tokens[tile].x : tokens[tile].z, i == 0 ? tokens[tile].y : tokens[tile].w};
-          gemm::multiply(target[tile], a, b, ElementTag<Element>{});
-        }
+        u32 b[2];
+        Operand::registers(words[half][plane / kPieces], plane % kPieces * 2 + i, b);
+        gemm::multiply(sums[half][i], a[i], b, ElementTag<Element>{});
       }
     }
   }
-  if constexpr (kScaled) {
-#pragma unroll
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[tile][i] = fmaf(fresh[tile][i], step.scales[i / 2], sum[tile][i]);
-    }
-  }
 }
 
-// Starts the copies of x's rows, and of nothing but them; zeros behind the end of K, for zeros of w times anything must be
-// zeros.
-__device__ __forceinline__ void copy_rows(Element* rows, const Element* x, i64 x_stride, int tokens, int depth, int pitch) {
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int token = 0; token < tokens; ++token) {
-    for (int k = thread * 8; k < depth; k += kThreads * 8)
-      ptx::cp_async<16>(rows + token * pitch + k, x + token * x_stride + k);
-    if (depth + thread < (depth + kStepK - 1) / kStepK * kStepK) rows[token * pitch + depth + thread] = Element{};
-  }
-}
+// The scales of a warp's steps of a tile, one of 32 rounds in each lane: of the upper 8 rows, and with gates of the lower 8,
+// whose last ones may lie in the next block.
+struct Scales {
+  float of[kGated ? 3 : 1];
 
-// What this thread has copied, as the products want it. A barrier must follow.
-__device__ __forceinline__ void arrange_rows(Element* rows, int tokens, int depth, int pitch) {
-  for (int token = 0; token < tokens; ++token) {
-    for (int k = static_cast<int>(threadIdx.x) * 8; k < depth; k += kThreads * 8) {
-      Vector<Element, 8> vector;
-      vector.load(rows + token * pitch + k);
-      Operand::arrange(vector);
-      vector.store(rows + token * pitch + k);
+  __device__ __forceinline__ void load(const float* scales, i64 stride, int tile, int first_round, int warp, int columns,
+                                       int depth) {
+    const int block = (first_round + lane()) * (kRoundK / kScaleBlock) + warp;
+    const bool there = tile * kTileColumns < columns && block * kScaleBlock < depth;
+#pragma unroll
+    for (int i = 0; i < (kGated ? 3 : 1); ++i) {
+      if (i == 2 && !kSplitBlocks) continue;
+      const int row = tile * kTileColumns + (i > 0 ? columns : 0) + (i == 2 ? min(7, columns - tile * kTileColumns - 1) : 0);
+      of[i] = there ? scales[row / kScaleBlock * stride + block] : 0.0f;
     }
   }
-}
 
-// Normalises rows in shared memory. A barrier must follow.
-__device__ __forceinline__ void normalise_rows(Element* rows, int tokens, int depth, int pitch, const Element* gamma,
-                                               float epsilon, float (&scratch)[kTokens][kWarps]) {
-  const int first = static_cast<int>(threadIdx.x) * 8;
-  for (int token = 0; token < tokens; ++token) {
-    float squares = 0.0f;
-    for (int k = first; k < depth; k += kThreads * 8) {
-      float values[8];
-      load_floats(rows + token * pitch + k, values);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) squares = fmaf(values[i], values[i], squares);
-    }
-    squares = warp_sum(squares);
-    if (lane() == 0) scratch[token][warp()] = squares;
+  // Of a round: of the lane's columns 2 t and 2 t + 1 of 8 rows. first_row: of the lower ones.
+  __device__ __forceinline__ float2 at(int half, int round, int first_row) const {
+    const float scale = __shfl_sync(kFullWarp, of[kGated ? half : 0], round % 32);
+    if constexpr (!kSplitBlocks) return make_float2(scale, scale);
+    if (half == 0) return make_float2(scale, scale);
+    const float next = __shfl_sync(kFullWarp, of[kGated ? 2 : 0], round % 32);
+    const int left = kScaleBlock - first_row % kScaleBlock - lane() % 4 * 2;  // of the first block
+    return make_float2(left > 0 ? scale : next, left > 1 ? scale : next);
   }
-  __syncthreads();
-  for (int token = 0; token < tokens; ++token) {
-    float squares = 0.0f;
-#pragma unroll
-    for (int part = 0; part < kWarps; ++part) squares += scratch[token][part];
-    const float scale = rsqrtf(squares / static_cast<float>(depth) + epsilon);
-    for (int k = first; k < depth; k += kThreads * 8) {
-      float values[8], factors[8];
-      load_floats(rows + token * pitch + k, values);
-      load_floats(gamma + k, factors);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = values[i] * scale * factors[i];
-      Vector<Element, 8> vector;
-      vector.from_floats(values);
-      Operand::arrange(vector);
-      vector.store(rows + token * pitch + k);
-    }
-  }
-}
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     linear_decode(const Element* x, const Code* w, const float* scales, const Bias* bias, const Element* residual, Element* y,
-                  const Element* gamma, int tokens, int columns, int depth, int x_pitch, float epsilon, i64 x_stride,
-                  i64 w_stride, i64 scale_stride, i64 bias_stride, i64 residual_stride, i64 y_stride) {
+                  const Element* gamma, int tokens, int columns, int depth, float epsilon, i64 x_stride, i64 w_stride,
+                  i64 scale_stride, i64 bias_stride, i64 residual_stride, i64 y_stride) {
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ float scratch[kTokens][kWarps];
-  float* parts = reinterpret_cast<float*>(shared);
-  Element* rows = reinterpret_cast<Element*>(parts + kParts);
-  Element* factors = rows + tokens * x_pitch;
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);  // uniform, and the compiler knows
+  const int rounds = (depth + kRoundK - 1) / kRoundK, end = rounds * kRoundK;
+  const int slots = kPaired ? 16 : tokens;
+  const int part_floats = slots * kPartPitch;  // a warp's sums of a tile
+  float* parts = reinterpret_cast<float*>(shared + kRingBytes);
+  float* squares = parts + 2 * kWarps * part_floats;
+  Element* factors = reinterpret_cast<Element*>(squares + kSquares);
+  uint4* n = reinterpret_cast<uint4*>(factors + (kNorm ? end : 0)) + warp * rounds * kPlanes * slots * 4;
+  unsigned char* ring = shared + warp * (kStages * kStageBytes) + lane() * 16;
 
-  const int tiles = (columns + kTileColumns - 1) / kTileColumns;
-  const int all_steps = (depth + kStepK - 1) / kStepK;
-  const int steps = (all_steps + kWarps * kDepth - 1) / (kWarps * kDepth) * kDepth;  // of a warp, a tile
-  Cursor next(w, w_stride, columns);
-
-  Step ring[kDepth];
-#pragma unroll
-  for (int d = 0; d < kDepth; ++d) ring[d] = next.load(d, columns, depth, scales, scale_stride);
+  Cursor next(w, w_stride, columns, warp);
   if constexpr (kNorm) {
-    for (int k = static_cast<int>(threadIdx.x) * 8; k < depth; k += kThreads * 8) ptx::cp_async<16>(factors + k, gamma + k);
+    for_each_piece(warp, rounds, 1, [&](int k, int) {
+      ptx::cp_async<16>(factors + k, k < depth ? gamma + k : gamma, k < depth ? 16 : 0);
+    });
   }
+#pragma unroll 1
+  for (int stage = 0; stage < kStages; ++stage) next.fetch(ring + stage * kStageBytes, columns, depth, end);
+  int tile = static_cast<int>(blockIdx.x);
+  Scales own, ahead;
+  if constexpr (kScaled) own.load(scales, scale_stride, tile, 0, warp, columns, depth);
   if constexpr (kProgrammatic) {
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
   }
-  copy_rows(rows, x, x_stride, tokens, depth, x_pitch);
-  ptx::cp_async_wait_all();
-  if constexpr (kScaled && !kNorm) arrange_rows(rows, tokens, depth, x_pitch);
-  __syncthreads();
-  if constexpr (kNorm) {
-    normalise_rows(rows, tokens, depth, x_pitch, factors, epsilon, scratch);
-    __syncthreads();
+  for (int token = 0; token < tokens; ++token) {
+    for_each_piece(warp, rounds, slots, [&](int k, int place) {
+      ptx::cp_async<16>(n + place + token * 4, k < depth ? x + token * x_stride + k : x, k < depth ? 16 : 0);
+    });
   }
+  if constexpr (kPaired) {
+    for (int token = tokens; token < 16; ++token)
+      for_each_piece(warp, rounds, slots, [&](int, int place) { n[place + token * 4] = make_uint4(0, 0, 0, 0); });
+  }
+  ptx::cp_async_wait_all();
+  arrange_rows(n, factors, squares, warp, rounds, tokens, depth, epsilon);
+  __syncwarp();
 
-  const int token_row = lane() / 4;
-  const Element* first = rows + min(token_row, tokens - 1) * x_pitch + lane() % 4 * kChunk;
-  const Element* second = rows + min(token_row + 8, tokens - 1) * x_pitch + lane() % 4 * kChunk;
+  const uint4* from = n + min(lane() / 4, kPaired ? 7 : tokens - 1) * 4 + lane() % 4;
   // The one element of each tile that this thread finishes.
   const int column = static_cast<int>(threadIdx.x) % kTileColumns;
   const int token = static_cast<int>(threadIdx.x) / kTileColumns;
-  int turn = 0;
-  for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
+  const int tiles = (columns + kTileColumns - 1) / kTileColumns;
+  int turn = 0, stage = 0;
+  for (; tile < tiles; tile += static_cast<int>(gridDim.x)) {
     const int y_column = tile * kTileColumns + column;
     const bool finishes = token < tokens && y_column < columns;
     float addend = 0.0f;
     if constexpr (kHasResidual) {
       if (finishes) addend = to_float(residual[token * residual_stride + y_column]);
     }
-    Sums sum = {};
+    if constexpr (kScaled) ahead.load(scales, scale_stride, tile + static_cast<int>(gridDim.x), 0, warp, columns, depth);
+    Sums sums = {};
+    float scaled[2][4] = {};  // kScaled: of codes' sums
 #pragma unroll 1
-    for (int base = 0; base < steps; base += kDepth) {
-      next.advance(steps);
+    for (int round = 0; round < rounds; ++round) {
+      ptx::cp_async_wait_group<kStages - 1>();
+      unsigned char* slot = ring + stage * kStageBytes;
+      uint4 words[2][2];
 #pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const int k = ((base + d) * kWarps + warp()) * kStepK;
-        if (k < depth) multiply(sum, ring[d], first + k, second + k);
-        ring[d] = next.load(d, columns, depth, scales, scale_stride);
+      for (int i = 0; i < 4; ++i) words[i / 2][i % 2] = *reinterpret_cast<const uint4*>(slot + i * 512);
+      if constexpr (kScaled) {
+        if (round > 0 && round % 32 == 0) own.load(scales, scale_stride, tile, round, warp, columns, depth);
+        Sums fresh = {};
+        multiply(fresh, words, from + round * kPlanes * slots * 4, slots);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 scale = own.at(half, round, columns + tile * kTileColumns);
+#pragma unroll
+          for (int t = 0; t < kTokenTiles; ++t) {
+            const float2 sum = sum_of(fresh, half, t);
+            scaled[half][t * 2] = fmaf(sum.x, scale.x, scaled[half][t * 2]);
+            scaled[half][t * 2 + 1] = fmaf(sum.y, scale.y, scaled[half][t * 2 + 1]);
+          }
+        }
+      } else {
+        multiply(sums, words, from + round * kPlanes * slots * 4, slots);
       }
+      __syncwarp();
+      next.fetch(slot, columns, depth, end);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    float* part = parts + (turn * kWarps + warp()) * kPart + lane() / 4 * 8 + lane() % 4 * 2;
+    if constexpr (kScaled) own = ahead;
+    float* part = parts + (turn * kWarps + warp) * part_floats + lane() / 4 * kPartPitch + lane() % 4 * 2;
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-      *reinterpret_cast<float2*>(part + t * (kTileRows * 8)) = make_float2(sum[t][0], sum[t][1]);
-      *reinterpret_cast<float2*>(part + t * (kTileRows * 8) + 64) = make_float2(sum[t][2], sum[t][3]);
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        if (!kPaired && lane() / 4 >= tokens) continue;
+        *reinterpret_cast<float2*>(part + t * (8 * kPartPitch) + half * 8) =
+            kScaled ? make_float2(scaled[half][t * 2], scaled[half][t * 2 + 1]) : sum_of(sums, half, t);
+      }
     }
     __syncthreads();  // and whoever reads the other turn's parts has read them when all meet here the next time
     if (finishes) {
-      const float* from = parts + turn * kWarps * kPart + token / 8 * (kTileRows * 8) + token % 8;
+      const float* of_token = parts + turn * kWarps * part_floats + token * kPartPitch;
+      float factor = Operand::kFactor;
+      if constexpr (kScaleSums) factor *= row_scale(squares, token, depth, epsilon);
       const auto total = [&](int row) {
         float value = 0.0f;
 #pragma unroll
-        for (int part = 0; part < kWarps; ++part) value += from[part * kPart + row * 8];
-        return value * Operand::kFactor;
+        for (int p = 0; p < kWarps; ++p) value += of_token[p * part_floats + row];
+        return value * factor;
       };
       const auto biased = [&](int row, int at) {
         return kHasBias ? total(row) + to_float(bias[at * bias_stride]) : total(row);
@@ -288,4 +373,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     }
     turn ^= 1;
   }
+  ptx::cp_async_wait_all();
 }
