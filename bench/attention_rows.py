@@ -4,12 +4,12 @@
     python bench/attention_rows.py --queries 4 16 --batch 1
 
 32 query heads on 8 KV heads, head dimension 128, bf16, causal at the bottom right (the queries are the newest tokens).
-`cki` is `cki.attention` as it chooses; `generic` the kernel of mma.sync; `hopper` tiles of 64 queries of one head,
-`packed` tiles of 64 rows that are all heads of a group (`packed 2` of 128 rows, `packed small` of 64 keys, two blocks
-an SM); `decode` is `cki.decode_attention` (16 queries at most); `fa3` and `fa3 splits` FlashAttention-3 without and
-with cut keys, where `flash_attn_interface` imports.  Every call of ours is compared with float64 before it is timed
-(the bound of the tests); all of a cell are replayed in turn (bench/common.py).  `vs_` columns are the
-others' time over that row's.  `copy_share`: what reading keys and values once would take at 4.8 TB/s over the time.
+`cki` is `cki.attention` as it chooses; `generic` the kernel of mma.sync; `hopper` tiles of 64 queries of one head;
+`packed` tiles of 64 rows that are all heads of a group; `few` what `choose_few_rows` says, which also cuts keys;
+`decode` is `cki.decode_attention` (16 queries at most); `fa3` and `fa3 splits` FlashAttention-3 without and with cut
+keys, where `flash_attn_interface` imports.  Every call of ours is compared with float64 before it is timed (the bound
+of the tests); all of a cell are replayed in turn (bench/common.py).  `vs_` columns are the others' time over that
+row's.  `copy_share`: what reading keys and values once would take at 4.8 TB/s over the time.
 Writes results/attention_rows.csv.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,12 +27,12 @@ import common
 import cki
 from cki.device import sim_device
 from cki.heuristics.attention import choose_tiles
-from cki.heuristics.attention_hopper import HopperTiles
+from cki.heuristics.attention_hopper import HopperTiles, choose_few_rows
 from cki.ops.call import call
 
 QUERIES = (1, 4, 16, 32, 64, 128)
 BATCHES = (1, 16)
-HEADS, KV_HEADS, DIM, KEYS = 32, 8, 128, 4096
+HEADS, KV_HEADS, DIM = 32, 8, 128
 GROUP = HEADS // KV_HEADS
 BYTES_PER_US = 4.8e6
 
@@ -39,19 +40,21 @@ BYTES_PER_US = 4.8e6
 class Cell(NamedTuple):
     batch: int
     queries: int
+    keys: int = 4096
 
     @property
     def nbytes(self) -> int:
         """Of q, k, v and the output."""
-        return 4 * DIM * self.batch * (self.queries * HEADS + KEYS * KV_HEADS)
+        return 4 * DIM * self.batch * (self.queries * HEADS + self.keys * KV_HEADS)
 
     @property
     def flops(self) -> float:
-        pairs = self.queries * KEYS - self.queries * (self.queries - 1) // 2
+        pairs = self.queries * self.keys - self.queries * (self.queries - 1) // 2
         return 4.0 * self.batch * HEADS * pairs * DIM
 
     def __str__(self) -> str:
-        return f"batch={self.batch} queries={self.queries} keys={KEYS} heads={HEADS}/{KV_HEADS} head_dim={DIM} causal"
+        sizes = f"batch={self.batch} queries={self.queries} keys={self.keys}"
+        return f"{sizes} heads={HEADS}/{KV_HEADS} head_dim={DIM} causal"
 
 
 def make_inputs(cell: Cell, seed: int) -> tuple[Any, ...]:
@@ -64,8 +67,8 @@ def make_inputs(cell: Cell, seed: int) -> tuple[Any, ...]:
         return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
 
     q = normal(cell.batch, cell.queries, HEADS, DIM)
-    k, v = (normal(cell.batch, KEYS, KV_HEADS, DIM) for _ in range(2))
-    lengths = torch.full((cell.batch,), KEYS, dtype=torch.int32, device="cuda")
+    k, v = (normal(cell.batch, cell.keys, KV_HEADS, DIM) for _ in range(2))
+    lengths = torch.full((cell.batch,), cell.keys, dtype=torch.int32, device="cuda")
     return q, k, v, torch.empty_like(q), lengths
 
 
@@ -88,10 +91,12 @@ def variants(cell: Cell) -> dict[str, Callable[..., Any]]:
         "generic": with_tiles(generic),
         "hopper": with_tiles(HopperTiles(1, 128, 2, False)),
     }
+    found["few"] = with_tiles(
+        choose_few_rows(
+            cell.queries, cell.keys, cell.batch, KV_HEADS, GROUP, DIM, DIM, True, True, sim_device("sm_90a")
+        )
+    )
     found["packed"] = with_tiles(HopperTiles(1, 128, 2, False, heads=GROUP))
-    if cell.queries * GROUP > 64:
-        found["packed 2"] = with_tiles(HopperTiles(2, 128, heads=GROUP))
-    found["packed small"] = with_tiles(HopperTiles(1, 64, 2, False, "single", 2, GROUP))
     if cell.queries <= 16:
         found["decode"] = lambda q, k, v, out, lengths: cki.decode_attention(q, k, v, lengths, out=out)
     return found
@@ -118,7 +123,8 @@ def check(cell: Cell, run: Callable[..., Any], inputs: Sequence[Any], what: str)
     result = run(*inputs)
     rows = sorted({0, cell.queries // 2, cell.queries - 1})
     hidden = (
-        torch.arange(KEYS, device="cuda") > torch.tensor(rows, device="cuda")[:, None] + KEYS - cell.queries
+        torch.arange(cell.keys, device="cuda")
+        > torch.tensor(rows, device="cuda")[:, None] + cell.keys - cell.queries
     )
     computed = []
     for dtype in (torch.float64, torch.float32):
@@ -146,7 +152,7 @@ def measure(cell: Cell) -> list[dict[str, object]]:
     for name, timing in times.items():
         ratios = {
             f"vs_{other.replace(' ', '_')}": round(times[other].median_us / timing.median_us, 3)
-            for other in ("generic", "hopper", "packed", "decode", "fa3", "fa3 splits")
+            for other in ("generic", "hopper", "packed", "few", "decode", "fa3", "fa3 splits")
             if other in times and other != name
         }
         copy_share = round(cell.nbytes / BYTES_PER_US / timing.median_us, 3)
@@ -164,13 +170,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--queries", nargs="+", type=int, default=QUERIES)
+    parser.add_argument("--keys", nargs="+", type=int, default=(4096,))
     parser.add_argument("--batch", nargs="+", type=int, default=BATCHES)
     options = parser.parse_args(argv)
     common.require_gpu()
     rows: list[dict[str, object]] = []
-    for batch in options.batch:
-        for queries in options.queries:
-            rows += measure(Cell(batch, queries))
+    for cell in itertools.starmap(Cell, itertools.product(options.batch, options.queries, options.keys)):
+        rows += measure(cell)
     common.write_csv("attention_rows", rows)
 
 

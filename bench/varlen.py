@@ -9,8 +9,9 @@ ragged: 32 sequences of random length 16 .. 1024, width 2048, bf16, full and cau
 `flash_attn_varlen_func` (where `flash_attn_interface` imports), the generic kernel, and the dense kernel over as many
 sequences padded to the longest.  paged: whole prompts, and chunks of 512 tokens over 4096, with keys in blocks of 16,
 64 and 128 in random order (or as `--block-order` says), beside `cki.attention` on the same keys in a dense tensor;
-uniform: the same sequences packed.  `vs_dense` is the dense kernel's time over ours.  FLOPs count what is visible,
-without padding.
+uniform: the same sequences packed.  few: 16 sequences of few queries over 4096 keys, packed and in blocks of 16, with 4
+query heads a KV head, which tiles take together or apart.  `vs_dense` is the dense kernel's time over ours.  FLOPs
+count what is visible, without padding.
 
 Every call is compared with float64 on some rows of some sequences before it is timed (the bound of the tests); one of
 ours that is wrong ends the program.  All of a cell are replayed in turn (bench/common.py); results/varlen.csv is
@@ -60,6 +61,7 @@ class Cell:
     causal: bool
     block: int = 0
     shuffled: bool = True  # whether the blocks of the cache lie in random order
+    group: int = 1  # query heads of a KV head
 
     @property
     def flops(self) -> float:
@@ -69,14 +71,19 @@ class Cell:
 
     @property
     def nbytes(self) -> int:
-        return 4 * (sum(self.queries) + sum(self.keys)) * self.heads * self.dim
+        return 4 * (sum(self.queries) + sum(self.keys) // self.group) * self.heads * self.dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads // self.group
 
     @property
     def is_uniform(self) -> bool:
         return len(set(self.queries)) == len(set(self.keys)) == 1
 
     def __str__(self) -> str:
-        text = f"{self.name} heads={self.heads} head_dim={self.dim}{' causal' if self.causal else ''}"
+        heads = f"{self.heads}/{self.kv_heads}" if self.group > 1 else f"{self.heads}"
+        text = f"{self.name} heads={heads} head_dim={self.dim}{' causal' if self.causal else ''}"
         text += f" block={self.block}" if self.block else ""
         return text + ("" if self.shuffled else " rising")
 
@@ -96,6 +103,12 @@ def cells(which: str, shuffled: bool = True) -> list[Cell]:
             for queries, keys in ((2048, 2048), (512, 4096)):
                 name = f"8 x {queries} over {keys}"
                 found += [Cell(name, (queries,) * 8, (keys,) * 8, 2048 // dim, dim, True, block, shuffled)]
+    if which == "few":
+        found = [
+            Cell(f"{16} x {queries} over 4096", (queries,) * 16, (4096,) * 16, 32, 128, True, block, group=4)
+            for block in (0, 16)
+            for queries in (4, 16, 32, 64)
+        ]
     return found
 
 
@@ -128,7 +141,7 @@ def make_inputs(cell: Cell, seed: int) -> Inputs:
 
     cache: tuple[Any, ...] | None
     q = normal(sum(cell.queries), cell.heads, cell.dim)
-    k, v = (normal(sum(cell.keys), cell.heads, cell.dim) for _ in range(2))
+    k, v = (normal(sum(cell.keys), cell.kv_heads, cell.dim) for _ in range(2))
     cache, table = None, None
     if cell.block:
         # Lengths are multiples of the block's.
@@ -137,15 +150,15 @@ def make_inputs(cell: Cell, seed: int) -> Inputs:
         if not cell.shuffled:
             order = torch.arange(count, device="cuda")
         cache = (torch.empty_like(k), torch.empty_like(v))
-        cache = tuple(t.view(len(order), cell.block, cell.heads, cell.dim) for t in cache)
+        cache = tuple(t.view(len(order), cell.block, cell.kv_heads, cell.dim) for t in cache)
         for tensor, blocks in zip((k, v), cache):
             blocks[order] = tensor.view(blocks.shape)
         table = order.int().view(len(cell.keys), -1)
     if cell.is_uniform:
-        padded = tuple(t.reshape(len(cell.keys), -1, cell.heads, cell.dim) for t in (q, k, v))
+        padded = tuple(t.reshape(len(cell.keys), -1, *t.shape[1:]) for t in (q, k, v))
     else:
-        sizes = (max(cell.queries), max(cell.keys), max(cell.keys))
-        padded = tuple(normal(len(cell.keys), n, cell.heads, cell.dim) for n in sizes)
+        sizes = ((max(cell.queries), cell.heads), *((max(cell.keys), cell.kv_heads),) * 2)
+        padded = tuple(normal(len(cell.keys), *size, cell.dim) for size in sizes)
     lengths = torch.tensor(cell.keys, dtype=torch.int32, device="cuda")
     return Inputs(
         q, k, v, torch.full_like(q, float("nan")), starts(cell.queries), starts(cell.keys), lengths, cache, table,
@@ -216,7 +229,7 @@ def check(cell: Cell, run: Callable[[Inputs], Any], at: Inputs, what: str) -> No
     for b in sorted({0, shortest, longest, len(cell.queries) - 1}):
         n, m = cell.queries[b], cell.keys[b]
         rows = sorted({0, n // 3, n // 2, max(n - 2, 0), n - 1})
-        k, v = (t[key_starts[b] : key_starts[b + 1]] for t in (at.k, at.v))
+        k, v = (t[key_starts[b] : key_starts[b + 1]].repeat_interleave(cell.group, 1) for t in (at.k, at.v))
         position = torch.tensor(rows, device="cuda") + m - n
         hidden = torch.arange(m, device="cuda") > position[:, None]
         computed = []
@@ -265,20 +278,31 @@ def chosen_with(cell: Cell, variants: Sequence[str]) -> dict[str, HopperTiles]:
     }
 
 
+def packed_heads(cell: Cell) -> dict[str, HopperTiles]:
+    """Tiles whose rows are all heads of a group."""
+    if cell.group == 1:
+        return {}
+    shapes = (HopperTiles(1, 128, 2, False), HopperTiles(2, 128))
+    found = [
+        dataclasses.replace(s, heads=cell.group, schedule=o) for s in shapes for o in ("single", "dynamic")
+    ]
+    return {f"hopper {tiles}": tiles for tiles in found}
+
+
 def compile_ahead(all_cells: Sequence[Cell], variants: Sequence[str]) -> None:
     """Fills the cache with the Hopper kernels, several at a time."""
     device = sim_device("sm_90a")
     kernels: dict[KernelSpec, None] = {}
     for cell in all_cells:
         q = dense("q", (1, sum(cell.queries), cell.heads, cell.dim), dtypes.bf16)
-        count, own = len(cell.queries), (sum(cell.keys), cell.heads, cell.dim)
+        count, own = len(cell.queries), (sum(cell.keys), cell.kv_heads, cell.dim)
         k = dense(
             "k", (1, *own) if not cell.block else (own[0] // cell.block, cell.block, *own[1:]), dtypes.bf16
         )
         offsets, lengths = (dense(name, (count + 1,), dtypes.i32) for name in ("offsets", "lengths"))
         table = dense("table", (count, max(cell.keys) // cell.block), dtypes.i32) if cell.block else None
         packed = PackedSequences(offsets, lengths, table, max(cell.queries))
-        for tiles in (None, *chosen_with(cell, variants).values()):
+        for tiles in (None, *chosen_with(cell, variants).values(), *packed_heads(cell).values()):
             steps = plan_attention(q, k, k, q, device=device, causal=cell.causal, packed=packed, tiles=tiles)
             kernels |= dict.fromkeys(step.kernel for step in steps)
     with ThreadPoolExecutor() as pool:
@@ -289,11 +313,13 @@ def measure(cell: Cell, all_tiles: bool, variants_asked: Sequence[str] = ()) -> 
     """Rows of one cell, all implementations in turn."""
     inputs = common.rotated(lambda seed: (make_inputs(cell, seed),), cell.nbytes, limit=6)
     ours: dict[str, Callable[[Inputs], Any]] = {"cki": cki_call(cell)}
+    together = cell.group if max(cell.queries) < 64 else 1
     generic = choose_tiles(
-        max(cell.queries), cell.dim, cell.dim, 2, True, sim_device("sm_90a"), bool(cell.block)
+        max(cell.queries) * together, cell.dim, cell.dim, 2, True, sim_device("sm_90a"), bool(cell.block)
     )
     if not variants_asked:
         ours["generic"] = cki_call(cell, generic)
+    ours |= {name: cki_call(cell, tiles) for name, tiles in packed_heads(cell).items()}
     ours |= {name: cki_call(cell, tiles) for name, tiles in chosen_with(cell, variants_asked).items()}
     if all_tiles:
         ours |= {name: cki_call(cell, tiles) for name, tiles in candidates(cell.dim).items()}
@@ -329,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--set", choices=("ragged", "uniform", "paged", "all"), default="all")
+    parser.add_argument("--set", choices=("ragged", "uniform", "paged", "few", "all"), default="all")
     parser.add_argument("--tiles", action="store_true", help="time every candidate of tiles too")
     parser.add_argument(
         "--variant", action="append", default=[], metavar="FIELD=VALUE[,...]",

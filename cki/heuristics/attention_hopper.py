@@ -36,6 +36,7 @@ class HopperTiles:
     blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).
     heads: query heads of a KV head that share a tile, a divisor of their number; each consumer then has 64 // heads
     queries.  splits: parts of dense keys at most, each computed as a batch of its own and merged by a second launch.
+    copy_warps: 2 where one brings keys and one values, None for what suits the layout.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
     them."""
@@ -48,6 +49,7 @@ class HopperTiles:
     blocks_per_sm: int = 1
     heads: int = 1
     splits: int = 1
+    copy_warps: int | None = None
     ahead: int | None = None
     before_values: int | None = None
 
@@ -112,6 +114,8 @@ class HopperTiles:
             text += f", {self.heads} heads a tile"
         if self.splits > 1:
             text += f", keys in {self.splits} parts"
+        if self.copy_warps is not None:
+            text += f", {self.copy_warps} copying warps"
         if self.ahead is not None:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:
@@ -194,6 +198,57 @@ def choose_hopper_tiles(
         return replace(tiles, schedule="single")
     # Drawing numbers costs a launch that zeroes the counter.
     return replace(tiles, schedule="dynamic" if has_limits or rounds > 4 else "fixed")
+
+
+#: Microseconds of an H200: of a tile of 128 keys and 256 columns of keys and values by 1, 2 or 3 consumers, of a tile
+#: of queries besides, and of the launch that merges parts.
+_STEP_US = {1: 1.0, 2: 1.4, 3: 2.0}
+_TILE_US, _MERGE_US = 2.0, 2.5
+#: Bytes of keys and values that come from memory in a microsecond, and of parts that are written and read in L2.
+_MEMORY_RATE, _PARTS_RATE = 4.2e6, 3.0e6
+#: Fewest tiles of keys in a part, and most parts.
+_PART_TILES, _MOST_PARTS = 2, 32
+
+
+def packable_heads(group: int) -> int:
+    """The most query heads of a KV head that a tile takes: a divisor of the group, up to half of its rows."""
+    return max(n for n in range(1, min(group, GROUP_ROWS // 2) + 1) if group % n == 0)
+
+
+def choose_few_rows(
+    queries: int, keys: int, batch: int, kv_heads: int, group: int, head_dim: int, value_dim: int, is_plain: bool,
+    may_split: bool, device: DeviceInfo,
+) -> HopperTiles:  # fmt: skip
+    """Tiles for few queries: heads packed or not, keys in parts where tiles are fewer than SMs, by a model of the time.
+
+    Padded head dimensions.  may_split: whether results may depend on the number of keys, heads and batches.
+    """
+    shapes = [tiles for tiles, _ in _options(head_dim, value_dim, is_plain)]
+    key_tiles = -(-keys // shapes[0].block_keys)
+    most_parts = min(_MOST_PARTS, max(1, key_tiles // _PART_TILES)) if may_split else 1
+    options = [
+        replace(tiles, heads=heads, splits=splits, schedule="single")
+        for tiles in shapes
+        for heads in {1, packable_heads(group)}
+        for splits in range(1, most_parts + 1)
+        if splits == 1
+        or -(-key_tiles // -(-key_tiles // splits)) == splits  # a number of parts that is possible
+    ]
+    memory = 2 * batch * kv_heads * keys * (head_dim + value_dim) / _MEMORY_RATE
+
+    def modelled_time(tiles: HopperTiles) -> float:
+        count = -(-queries // tiles.block_queries) * batch * kv_heads * group // tiles.heads * tiles.splits
+        rounds = math.ceil(count / (device.sm_count * tiles.blocks_per_sm))
+        together = min(tiles.blocks_per_sm, math.ceil(count / device.sm_count))  # blocks of an SM at a time
+        step = _STEP_US[tiles.consumers] * together * tiles.block_keys * (head_dim + value_dim) / (128 * 256)
+        busy = rounds * (-(-key_tiles // tiles.splits) * step + _TILE_US)
+        parts = 8 * tiles.splits * batch * queries * kv_heads * group * value_dim / _PARTS_RATE
+        # Of several that wait for memory the one that is busy least.
+        return max(busy, memory) + 0.05 * busy + (_MERGE_US + parts if tiles.splits > 1 else 0.0)
+
+    tiles = min(options, key=modelled_time)
+    assert tiles.shared_memory(head_dim, value_dim) <= device.shared_memory_per_block
+    return tiles
 
 
 def choose_packed_tiles(

@@ -204,6 +204,7 @@ def plan_hopper(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kPackedHeads=tiles.heads,
+        kCopyWarps=tiles.copy_warps or (2 if packed is not None and packed.block_table is not None else 1),
         kSplitKeys=parts > 1, Result=out.dtype,
         kBlockKeys=tiles.block_keys, kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
         kBeforeValues=tiles.weights_before_values,

@@ -263,3 +263,27 @@ def test_the_public_function_takes_it_for_long_sequences(device, dtype):
     varlen_cases.check(
         device, chunked(DTYPES[dtype], [150, 3], [200, 60], 16, dim=64), causal=True, max_seqlen_q=150
     )
+
+
+@pytest.mark.parametrize(("block_size", "copy_warps"), [(0, 2), (16, 1), (48, 1)])
+def test_one_or_two_warps_that_copy(device, block_size, copy_warps):
+    """Those of the other layout: two for packed keys, one for a cache."""
+    make: Any = chunked if block_size else packed
+    tensors = make(BF16, [70, 3, 130], [150, 90, 130], *((block_size,) if block_size else ()))
+    tiles = HopperTiles(2, 32, schedule="dynamic", copy_warps=copy_warps)
+    for seed in orders(device, 5):
+        with every_check(device, seed):
+            check(device, tensors, tiles, causal=True)
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_packed_heads(device, block_size):
+    """Three heads of a KV head in a tile, of sequences of few queries and none, and of some; sinks and slopes by head."""
+    make: Any = chunked if block_size else packed
+    tensors = make(
+        BF16, [5, 0, 1, 30, 2], [40, 30, 33, 70, 0], *((block_size,) if block_size else ()), heads=6, kv_heads=2
+    )
+    sinks, slopes = (np.linspace(a, 2.0, 6).astype(np.float32) for a in (-1.0, 0.01))
+    for consumers in (1, 2):
+        tiles = HopperTiles(consumers, 32, schedule="dynamic", heads=3)
+        check(device, tensors, tiles, causal=True, sinks=sinks, alibi_slopes=slopes)

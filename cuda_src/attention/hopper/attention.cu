@@ -114,9 +114,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
-    // One thread waits and copies, another warp hands tiles over. In a cache the rest of the copying warp helps to find blocks;
-    // then all its lanes wait, and meet after every wait, since a lane that falls behind would miss a phase. A cache's small
-    // blocks take many copies, so a warp of its own brings the values.
+    // One thread waits and copies, another warp hands tiles over. In a cache the rest of the copying warp helps to find
+    // blocks; then all its lanes wait, and meet after every wait, since a lane that falls behind would miss a phase.
+    // kCopyWarps 2, for a cache's many copies: a warp of its own brings the values.
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == kCopyWarps) work.hand_over();
     if (warp >= kCopyWarps) return;
@@ -145,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         load_paged_tile<Type, kBoxKeys>(place, map, full, boxes, kv_head, is_issuer);
       } else {
         ring.wait_empty();
-        load_tile<Type>(place, map, full, placed.first_key(tile) + j * kBlockKeys, kv_head, min(placed.batch(tile), last_batch));
+        load_tile<Type>(place, map, full, placed.first_key(tile) + j * kBlockKeys, kv_head,
+                        min(placed.batch(tile), last_batch));
       }
     };
     const auto load_keys = [&](const SequenceTile& tile, int kv_head, int j, const BoxEntry<TableIndex>& box) {
@@ -174,12 +175,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     // The shuffle keeps the compiler from dividing once more for each copy.
     const auto kept = [](int value) { return kPaged ? __shfl_sync(kFullWarp, value, 0) : value; };
     const auto kv_head_of = [&](const SequenceTile& tile) { return kept(placed.first_head(tile) / group); };
-    if (warp == 1) {
-      for (work.begin(); work.has_work(); work.next()) {
+    const auto cleared_tile_of = [&](const SequenceTile& tile) {
+      return kPaged ? kept(tile.keys % block_size != 0 ? tile.keys / kBlockKeys : -1) : -1;
+    };
+    constexpr bool kOneThread = !kPaged;
+    if (kCopyWarps == 2 && warp == 1) {
+      for (work.template begin<kOneThread>(); work.has_work(); work.template next<kOneThread>()) {
         const SequenceTile tile = work.tile;
         const Range range = Part(tile, placed.band(tile), 0).block;
-        const int kv_head = kv_head_of(tile);
-        const int cleared_tile = kept(tile.keys % block_size != 0 ? tile.keys / kBlockKeys : -1);
+        const int kv_head = kv_head_of(tile), cleared_tile = cleared_tile_of(tile);
         BoxEntry<TableIndex> box = find_box(tile, range.end_tile - 1);
         for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
           load_values(tile, kv_head, j, box, cleared_tile);
@@ -188,7 +192,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       }
       return;
     }
-    constexpr bool kOneThread = !kPaged;
     for (work.template begin<kOneThread>(); work.has_work(); work.template next<kOneThread>()) {
       const SequenceTile tile = work.tile;
       const Range range = Part(tile, placed.band(tile), 0).block;
@@ -199,32 +202,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       // The next tile is drawn while the last copies of this one wait for room: late, because a number drawn at the start of
       // a long tile would be the longest of those left, in the hands of the block that comes to it last.
       const int last = range.end_tile - 1, wish_at = min(last, range.begin_tile + 2);
-      const int kv_head = kv_head_of(tile);
-      load_keys(tile, kv_head, last, find_box(tile, last));
+      const int kv_head = kv_head_of(tile), cleared_tile = cleared_tile_of(tile);
+      BoxEntry<TableIndex> value_box = find_box(tile, last);
+      load_keys(tile, kv_head, last, value_box);
       BoxEntry<TableIndex> box = find_box(tile, last - 1);
 #pragma unroll 1
       for (int i = 0; i < kConsumers; ++i) {
         query_ring.wait_empty();
         if constexpr (kPaged) __syncwarp();
         if (is_issuer) {
-          unsigned char* const place = smem + Layout::kQueries + i * QueryTile::kBytes;
-          const int query = tile.first_query + tile.row_block * kBlockQueries + i * kGroupQueries;
-          if constexpr (kPackedHeads > 1) {
-            load_packed_heads<QueryTile, kPackedHeads>(place, &q_map, query_ring.full + i, query, placed.first_head(tile),
-                                                       placed.batch(tile));
-          } else {
-            load_tile<QueryTile>(place, &q_map, query_ring.full + i, query, tile.head, placed.batch(tile));
-          }
+          load_queries<QueryTile, kPackedHeads>(
+              smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
+              tile.first_query + tile.row_block * kBlockQueries + i * kGroupQueries, placed.first_head(tile),
+              placed.batch(tile));
         }
         query_ring.advance();
       }
       for (int j = last; j >= range.begin_tile; --j) {
-        if (j > range.begin_tile) {
-          load_keys(tile, kv_head, j - 1, box);
-          box = find_box(tile, j - 2);
-        }
+        if (j > range.begin_tile) load_keys(tile, kv_head, j - 1, box);
         if (j == wish_at && is_issuer) work.wish_for_next();
-        if constexpr (!kPaged) load_values(tile, kv_head, j, {}, -1);
+        if constexpr (kCopyWarps == 1) load_values(tile, kv_head, j, value_box, cleared_tile);
+        value_box = box;
+        box = find_box(tile, j - 2);
       }
     }
     return;

@@ -20,9 +20,6 @@ constexpr int kGroupQueries = kGroupRows / kPackedHeads;  // of a consumer warpg
 constexpr int kBlockQueries = kGroupQueries * kConsumers;
 constexpr int kUsedRows = kGroupQueries * kPackedHeads;
 constexpr int kThreads = 128 * (kConsumers + 1);
-// Of the producer's warpgroup: one copies, in a cache two, and one hands tiles over.
-constexpr int kCopyWarps = kPaged ? 2 : 1;
-
 // What the logits go through besides the scale; the names are the prelude's.
 struct Features {
   static constexpr bool kSoftcap = ::kSoftcap;

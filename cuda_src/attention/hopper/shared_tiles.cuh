@@ -37,11 +37,15 @@ __device__ __forceinline__ void load_tile(unsigned char* tile, const TensorMap* 
   }
 }
 
-// The same of kRows / kHeads queries from `query` on, all kHeads heads of each one after the other: the map's second axis is
-// the heads, its third the tokens. Rows that are left over stay as they are.
+// The same of queries: kRows of one head, or kRows / kHeads of kHeads heads, all of a query one after the other; the map's
+// second axis is the heads then, its third the tokens. Rows that are left over stay as they are.
 template <class Tile, int kHeads>
-__device__ __forceinline__ void load_packed_heads(unsigned char* tile, const TensorMap* map, u64* full, int query,
-                                                  int first_head, int batch) {
+__device__ __forceinline__ void load_queries(unsigned char* tile, const TensorMap* map, u64* full, int query,
+                                             int first_head, int batch) {
+  if constexpr (kHeads == 1) {
+    load_tile<Tile>(tile, map, full, query, first_head, batch);
+    return;
+  }
   ptx::mbarrier_arrive_expect_tx(full, Tile::kRows / kHeads * kHeads * Tile::kSpan * Tile::kSlabs);
 #pragma unroll
   for (int slab = 0; slab < Tile::kSlabs; ++slab) {
