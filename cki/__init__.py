@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cki.loader import TensorMap as TensorMap
     from cki.loader import load as load
     from cki.ops.attention import attention as attention
+    from cki.ops.choices import choices as choices
     from cki.ops.embedding import embed_tokens as embed_tokens
     from cki.ops.embedding import mean_pool as mean_pool
     from cki.ops.encoder import encoder_layer as encoder_layer
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Graph": "graph", "capture": "graph", "load": "loader", "TensorMap": "loader", "LaunchRule": "own_operation",
-    "hold": "ops.held",
+    "hold": "ops.held", "choices": "ops.choices",
     "attention": "ops.attention", "linear": "ops.linear", "gated_linear": "ops.gated_linear",
     "linear_fp8": "ops.linear_fp8",
     "layer_norm": "ops.norm", "rms_norm": "ops.norm",

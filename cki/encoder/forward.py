@@ -14,6 +14,7 @@ from cki.adapter import Adapter, common_adapter, require_valid, stream_handle
 from cki.device import current
 from cki.errors import DeviceError, InvalidTypeError
 from cki.ops.bind import bind
+from cki.ops.call import other_entries
 from cki.ops.encoder_model import CALL_INPUTS
 from cki.ops.entry import Entry
 from cki.ops.spec import OpSpec
@@ -32,7 +33,8 @@ class Forward:
         self._weights = tuple(weights)
         self._pointers = [view.ptr for view in weights if view is not None]
         self._device = next(view.device for view in weights if view is not None)
-        self._entries: dict[tuple[Hashable, ...], Entry] = {}
+        self.entries: dict[tuple[Hashable, ...], Entry] = {}
+        other_entries.add(self)
 
     def run(self, inputs: tuple[Any, ...], attributes: tuple[Any, ...], out: Any, stream: Any) -> Any:
         """Run the model on what a call brings.  inputs: in the order of CALL_INPUTS, None for what is left out."""
@@ -65,7 +67,7 @@ class Forward:
         last = len(pointers) - (out is not None)
         pointers[last:last] = self._pointers
         try:
-            entry = self._entries.get(tuple(key))
+            entry = self.entries.get(tuple(key))
         except TypeError:  # an attribute without a hash, of a wrong type: the rules refuse it
             entry = None
         return entry or self._new_entry(adapter, tensors, attributes, tuple(key)), pointers, tensors
@@ -83,10 +85,10 @@ class Forward:
         names = [*(item.name for item in self._spec.inputs), "out"]
         given = [name for name, tensor in zip(names, (*inputs, *outs)) if tensor is not None]
         entry = Entry(self._spec, adapter, bound, given)
-        if len(self._entries) >= _ENTRY_LIMIT:
-            for old in list(self._entries)[: _ENTRY_LIMIT // 2]:
-                self._entries.pop(old, None)
-        self._entries[key] = entry
+        if len(self.entries) >= _ENTRY_LIMIT:
+            for old in list(self.entries)[: _ENTRY_LIMIT // 2]:
+                self.entries.pop(old, None)
+        self.entries[key] = entry
         return entry
 
     def _check_device(self, adapter: Adapter, ids: Any) -> None:

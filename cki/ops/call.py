@@ -13,7 +13,9 @@ allocator reuses it in stream order.  Under `cki.capture` it is kept with the gr
 from __future__ import annotations
 
 import threading
-from typing import Any
+import weakref
+from collections.abc import Hashable
+from typing import Any, Protocol
 
 from cki.adapter import BY_TYPE, Adapter, common_adapter, require_valid, stream_handle
 from cki.device import _current
@@ -29,7 +31,23 @@ _ENTRY_LIMIT = 4096
 
 
 _entries: dict[tuple[Any, ...], Entry] = {}
+#: Dictionaries of the same kind beside it, as long as their owners live: each encoder's.
+other_entries: weakref.WeakSet[EntryOwner] = weakref.WeakSet()
 _write_lock = threading.Lock()
+
+
+class EntryOwner(Protocol):
+    """Who remembers problems of its own, under a key."""
+
+    entries: dict[tuple[Hashable, ...], Entry]
+
+
+def remembered() -> list[Entry]:
+    """All problems that are remembered, each owner's oldest first."""
+    found = list(_entries.values())
+    for owner in list(other_entries):
+        found += list(owner.entries.values())
+    return found
 
 
 def call(

@@ -18,6 +18,8 @@ from cki.ops.spec import OpSpec
 from cki.tensor import DeviceId
 
 WORKSPACE_ALIGNMENT = 256
+#: Tensors that an entry names: an encoder has hundreds.
+_SHOWN = 8
 
 
 class Entry:
@@ -28,19 +30,22 @@ class Entry:
     order: where each result comes from: (True, position among the caller's outs) or (False, n-th new output).
     overlaps: pairs of tensors whose memory must not overlap.
     written: places of the tensors that are written, among those given.
+    tensors: the first of those given in words, "x f16[4, 8]".
     steady: its function of `cki.ops.steady`, once there is one.  is_settled: whether it was decided if there can be.
     """
 
     __slots__ = (
         "_captured_workspaces", "_keeps_captured_workspaces", "_mark_written", "_read_stream", "adapter",
         "current_stream", "device_id", "executable", "is_settled", "new_outputs", "order", "overlaps", "spec", "steady",
-        "was_called", "workspace_nbytes", "workspace_offsets", "written",
+        "tensors", "was_called", "workspace_nbytes", "workspace_offsets", "written",
     )  # fmt: skip
 
     def __init__(self, spec: OpSpec, adapter: Adapter, bound: Bound, given: Sequence[str]) -> None:
         """given: names of the tensors that the caller passes, in the order of a call's pointers."""
         self.spec = spec
         self.adapter = adapter
+        shown = [(name, bound.views[name]) for name in given[:_SHOWN]]
+        self.tensors = tuple(f"{name} {view.dtype}{list(view.shape)}" for name, view in shown)
         is_sim = bound.device.kind == "sim"
         self.device_id = DeviceId("cpu") if is_sim else DeviceId("cuda", bound.device.index)
         stream_index = -1 if is_sim else bound.device.index

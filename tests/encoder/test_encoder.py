@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -245,6 +247,19 @@ def test_a_forward_pass_is_seven_launches_a_layer_and_two_more(device):
     )  # the mask of 64-bit integers is made dense first
     assert encoder.build(ids, mask, pooling="mean") == 3 + 7 * 2
     assert encoder.prepare().build(ids, mask) == 2 + 7 * 2
+
+
+def test_choices_of_an_encoder_are_listed_while_it_lives(device):
+    _, state = random_model(CONFIG)
+    encoder = cki.Encoder.from_weights(on(device, state, np.float16), CONFIG)
+    before = cki.choices("encoder")
+    encoder.build(device.array(some_ids(CONFIG, 2, 7)))
+    (choice,) = (one for one in cki.choices("encoder") if one not in before)
+    assert choice.tensors[0] == "input_ids i64[2, 7]" and len(choice.tensors) == 8
+    assert len(choice.launches) == 2 + 7 * 2
+    del encoder
+    gc.collect()
+    assert choice not in cki.choices("encoder")
 
 
 @pytest.mark.parametrize("config", [CONFIG, PRE_LN], ids=["post_ln", "pre_ln"])
