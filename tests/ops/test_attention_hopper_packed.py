@@ -281,7 +281,12 @@ def test_packed_heads(device, block_size):
     """Three heads of a KV head in a tile, of sequences of few queries and none, and of some; sinks and slopes by head."""
     make: Any = chunked if block_size else packed
     tensors = make(
-        BF16, [5, 0, 1, 30, 2], [40, 30, 33, 70, 0], *((block_size,) if block_size else ()), heads=6, kv_heads=2
+        BF16,
+        [5, 0, 1, 30, 2],
+        [40, 30, 33, 70, 0],
+        *((block_size,) if block_size else ()),
+        heads=6,
+        kv_heads=2,
     )
     sinks, slopes = (np.linspace(a, 2.0, 6).astype(np.float32) for a in (-1.0, 0.01))
     for consumers in (1, 2):
