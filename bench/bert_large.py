@@ -3,14 +3,15 @@
     python bench/bert_large.py                                  # 4 x 128 to 4 x 4096, both norm orders, and packed
     python bench/bert_large.py --batch 4 --seq-len 2048 --iters 50
     python bench/bert_large.py --packed --batch 64              # random lengths 32..512 against padded torch
-    python bench/bert_large.py --without compile --without tf   # torch.compile takes a minute or two a problem
+    python bench/bert_large.py --without compile --without tf   # torch.compile takes a minute or two
     python bench/bert_large.py --profile --seq-len 512 2048     # time of each launch of CKI's graph
     python bench/bert_large.py --plan                           # launches of a layer and what they should take; no GPU
 
 fp16, the same random weights for all: CKI takes them as a state dict, prepared and captured as a graph; torch SDPA and
 torch.compile max-autotune are replayed from CUDA graphs; tf.function, TF XLA and CKI inside TensorFlow (a Keras model
 in a tf.function) where TensorFlow with a GPU imports.  compile, tf, xla and keras run in processes of their own, each
-with a time limit for its preparation (--limit).
+with a time limit for its preparation (--limit).  compile has a process for each shape; they prepare at the same time,
+before anything is timed.  TORCHINDUCTOR_CACHE_DIR keeps what it found for the next run.
 
 Before timing, every output is compared with torch's in float32: ours may have twice the largest error of torch SDPA,
 plus 1e-5 of the largest value, or the program ends; another baseline with four times that error is left out.  A time is
@@ -26,6 +27,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import bert_model
@@ -197,18 +199,26 @@ class Bench:
             print(f"  {name} left out: {why}", flush=True)
 
         packed_names = {peer.name for peer in PEERS.values() if peer.is_packed}
-        for name, peer in self._peers.items():
-            if problem.lengths and name not in packed_names:
-                continue
+        names = [name for name in self._peers if not problem.lengths or name in packed_names]
+
+        def prepare(name: str) -> Array | peers.PeerError:
+            since = time.monotonic()
             try:
-                since = time.monotonic()
-                errors[name] = error_of(peer.prepare(problem))
-                print(f"  {name}: {time.monotonic() - since:.0f} s", flush=True)
+                output = self._peers[name].prepare(problem)
             except peers.PeerError as error:
-                drop(name, str(error))
+                return error
+            print(f"  {name}: {time.monotonic() - since:.0f} s", flush=True)
+            return output
+
+        with ThreadPoolExecutor(max(1, len(names))) as pool:  # each waits for a process
+            outputs = dict(zip(names, pool.map(prepare, names)))
+        for name, output in outputs.items():
+            if isinstance(output, peers.PeerError):
+                drop(name, str(output))
                 continue
+            errors[name] = error_of(output)
             if errors[name] <= 4 * errors[SDPA] + 1e-5:
-                running[name] = peer
+                running[name] = self._peers[name]
             else:
                 drop(name, f"its error is {errors[name]:.2e}, torch SDPA's {errors[SDPA]:.2e}")
         print(f"{problem}: prepared in {time.monotonic() - began:.0f} s", flush=True)
