@@ -71,3 +71,29 @@ def test_they_are_as_near_to_the_definition(device, fp8):
         names = [step.kernel.entry for step in model.plan(model.decode_shape(3)).steps]
         assert ("linear_tokens" in names) == even
     assert errors[1] <= 1.5 * errors[0]
+
+
+@pytest.mark.gpu
+def test_the_captured_step_has_as_many_nodes():
+    """Six launches a layer, and four around them, are what a graph of a step holds."""
+    pytest.importorskip("cupy")
+    from cki import driver
+    from cki.device import cuda_device
+
+    device = cuda_device(0)
+    if device.arch != "sm_90a":
+        pytest.skip("linear_tokens is Hopper's")
+    config = replace(FULL, intermediate_size=128, dtype="bf16")
+    placed = DeviceWeights(config, random_weights(config), dtypes.bf16, device, LIMITS.max_length)
+    model = DecoderModel(
+        config, placed, device=device, block_size=4, limits=LIMITS, even_rows=(1, 64), merge_inside=True
+    )
+    program = model.program(model.decode_shape(3))
+    assert program.is_captured
+    api, mode = driver.api(), driver.api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    api.cuStreamBeginCapture(model.stream, mode)
+    program.launch(model.stream, as_graph=False)
+    _, graph = api.cuStreamEndCapture(model.stream)
+    _, _, count = api.cuGraphGetNodes(graph, 0)
+    api.cuGraphDestroy(graph)
+    assert count == program.num_kernels == 6 * config.num_layers + 4

@@ -294,11 +294,10 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[kSums], const Shared
   }
 }
 
-// The sums of all parts of a tile in place of this block's, if it is the last to store them. squares: of each token.
-__device__ __forceinline__ bool merge(float (&sum)[kSums], const Shared& shared, const Share& share, const Output& out,
-                                      int row_of_tiles, const Place& place, float* squares) {
-  const int first = share.work.first_block(row_of_tiles), last = share.work.last_block(row_of_tiles);
-  if (first == last) return true;
+// Stores the sums of a part of a tile that several blocks share, and says whether it was the last. squares: of each token.
+__device__ __forceinline__ bool store_part(const float (&sum)[kSums], const Shared& shared, const Share& share,
+                                           const Output& out, int row_of_tiles, int parts, const Place& place,
+                                           const float* squares) {
   float* own = out.parts + static_cast<i64>(share.slot(share.cluster, row_of_tiles)) * kPartFloats;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j)
@@ -306,7 +305,12 @@ __device__ __forceinline__ bool merge(float (&sum)[kSums], const Shared& shared,
         make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
   if (kNorm && place.thread < kTokens) own[kSums * kConsumerThreads + place.thread] = squares[place.thread];
   u32* counter = out.counters + share.tile(row_of_tiles);
-  if (!is_last_part<kConsumerThreads>(counter, last - first + 1, place.thread, 1, shared.told())) return false;
+  return is_last_part<kConsumerThreads>(counter, parts, place.thread, 1, shared.told());
+}
+
+// The sums of all parts in place of this block's.
+__device__ __forceinline__ void add_parts(float (&sum)[kSums], const Share& share, const Output& out, int row_of_tiles,
+                                          int first, int last, const Place& place, float* squares) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
   float square = 0.0f;
@@ -327,39 +331,44 @@ __device__ __forceinline__ bool merge(float (&sum)[kSums], const Shared& shared,
     if (place.thread < kTokens) squares[place.thread] = square;
     ptx::bar_sync(1, kConsumerThreads);
   }
-  return true;
 }
 
-__device__ __forceinline__ void write(const float (&sum)[kSums], const Output& out, int tile, const Place& place,
-                                      const float* squares) {
-  constexpr auto kAct = static_cast<Activation>(kActivation);
+// Calls visit(index, token, column of y) for each of a thread's results: (j, e, which row) in sums of four.
+template <class Visit>
+__device__ __forceinline__ void for_each_result(const Output& out, int tile, const Place& place, const Visit& visit) {
   const int column = tile * kTileColumns + place.column;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int token = Place::token(j, e);
-      if (token >= out.tokens) continue;
-      float factor = kOfX;
-      if constexpr (kNorm) factor *= rsqrtf(squares[token] / static_cast<float>(out.depth) + out.epsilon);
-      float values[2] = {sum[j * 4 + e] * factor, sum[j * 4 + 2 + e] * factor};
 #pragma unroll
       for (int half = 0; half < (kGated ? 1 : 2); ++half) {
         const int at = column + half * 8;
-        if (at >= out.columns) continue;
-        float value = values[half];
-        if constexpr (kHasBias) value += to_float(out.bias[at * out.bias_stride]);
-        value = activate<kAct>(value);
-        if constexpr (kGated) {
-          float up = values[1];
-          if constexpr (kHasBias) up += to_float(out.bias[(out.columns + at) * out.bias_stride]);
-          value *= up;
-        }
-        if constexpr (kHasResidual) value += to_float(out.residual[token * out.residual_stride + at]);
-        out.y[token * out.y_stride + at] = from_float<bf16>(value);
+        if (token < out.tokens && at < out.columns) visit(j * 4 + half * 2 + e, token, at);
       }
     }
   }
+}
+
+// residual: of each result, loaded before the parts are added, for it takes as long.
+__device__ __forceinline__ void write(const float (&sum)[kSums], const float (&residual)[kSums], const Output& out, int tile,
+                                      const Place& place, const float* squares) {
+  constexpr auto kAct = static_cast<Activation>(kActivation);
+  for_each_result(out, tile, place, [&](int index, int token, int at) {
+    float factor = kOfX;
+    if constexpr (kNorm) factor *= rsqrtf(squares[token] / static_cast<float>(out.depth) + out.epsilon);
+    float value = sum[index] * factor;
+    if constexpr (kHasBias) value += to_float(out.bias[at * out.bias_stride]);
+    value = activate<kAct>(value);
+    if constexpr (kGated) {
+      float up = sum[index + 2] * factor;
+      if constexpr (kHasBias) up += to_float(out.bias[(out.columns + at) * out.bias_stride]);
+      value *= up;
+    }
+    if constexpr (kHasResidual) value += residual[index];
+    out.y[token * out.y_stride + at] = from_float<bf16>(value);
+  });
 }
 
 // The consumers: a block's tiles, part by part.
@@ -385,7 +394,17 @@ __device__ __forceinline__ void consume(const Shared& shared, const Share& share
       if (kStepGroups > 1 && place.thread < kTokens) squares[place.thread] += squares[kTokens + place.thread];
       ptx::bar_sync(1, kConsumerThreads);
     }
-    if (merge(sum, shared, share, out, part.tile, place, squares)) write(sum, out, tile, place, squares);
+    const int first = share.work.first_block(part.tile), last = share.work.last_block(part.tile);
+    if (first == last || store_part(sum, shared, share, out, part.tile, last - first + 1, place, squares)) {
+      float residual[kSums];
+      if constexpr (kHasResidual) {
+        for_each_result(out, tile, place, [&](int index, int token, int at) {
+          residual[index] = to_float(out.residual[token * out.residual_stride + at]);
+        });
+      }
+      if (first < last) add_parts(sum, share, out, part.tile, first, last, place, squares);
+      write(sum, residual, out, tile, place, squares);
+    }
     if constexpr (kNorm) {
       __syncwarp();
       squares_ring.release();
