@@ -91,6 +91,40 @@ def gradients(
     return [next(dense) if tensor is not None and tensor.dtype.is_floating else None for tensor in tensors]
 
 
+#: What to do where no gradient is meant.
+MEANT = "tf.stop_gradient on the arguments says that none is meant"
+
+
+def _is_saving() -> bool:
+    """Whether TensorFlow traces gradients because it saves a model, as it does those of `tf.custom_gradient`."""
+    try:
+        from tensorflow.python.saved_model import save_context
+
+        return bool(save_context.in_save_context())
+    except (ImportError, AttributeError):
+        return False
+
+
+def _refused_when_run(spec: OpSpec, refusal: Exception, tensors: Sequence[Any]) -> list[Any]:
+    """Gradients that are saved with a model: a node that cannot run, and says why by its text.
+
+    XLA, which would leave out an assertion, compiles no program with it, and says its name.
+    """
+    from tensorflow.python.framework import op_def_library
+
+    from cki.adapters import tf_node, tf_ops
+
+    floats = [tensor for tensor in tensors if tensor.dtype.is_floating]
+    _, _, op, _ = op_def_library._apply_op_helper(
+        tf_ops.LOCAL, name=f"{spec.name}_has_no_gradient", tensors=floats, Tout=[tensor.dtype for tensor in floats],
+        call=tf_node.refusal_text(str(refusal)),
+    )  # fmt: skip
+    for output, tensor in zip(op.outputs, floats):
+        output.set_shape(tensor.shape)
+    found = iter(op.outputs)
+    return [next(found) if tensor.dtype.is_floating else None for tensor in tensors]
+
+
 def with_gradient(
     spec: OpSpec,
     inputs: Sequence[Any],
@@ -115,9 +149,10 @@ def with_gradient(
 
         def differentiate(*given: Any, variables: Any = None) -> Any:
             if not recomputes:
-                raise gradient.refusal(
-                    spec.name, "tensorflow", "tf.stop_gradient on the arguments says that none is meant"
-                )
+                refusal = gradient.refusal(spec.name, "tensorflow", MEANT)
+                if not _is_saving():
+                    raise refusal
+                return _refused_when_run(spec, refusal, tensors)
             found = gradients(spec, arguments, attributes, given)
             kept = [found[index] for index in present]
             return kept if variables is None else (kept, [None] * len(variables))

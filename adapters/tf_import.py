@@ -1,10 +1,12 @@
 """Registers CKI's operations with TensorFlow when both are there, in whichever order they are imported.
 
-A saved model that holds them then loads after `import cki`.  Imports nothing of TensorFlow's by itself.
+Saved models that hold them, or calls of them for XLA, then run after `import cki`.  Imports nothing of TensorFlow's by
+itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -28,12 +30,15 @@ def watch() -> None:
 def _register() -> None:
     from cki.errors import CkiError
 
-    try:
+    # What is missing is said at the first call (`tf_ops.missing`): importing cki must not fail for it.
+    with contextlib.suppress(CkiError, ImportError, AttributeError):
         from cki.adapters import tf_ops
 
         tf_ops.register()
-    except (CkiError, ImportError, AttributeError):
-        pass  # said at the first call (`tf_ops.missing`): importing cki must not fail for it
+    with contextlib.suppress(CkiError, ImportError, AttributeError):
+        from cki.adapters import tf_xla
+
+        tf_xla.register()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -20,7 +20,7 @@ from cki.adapters import known_operations
 from cki.adapters.tf_types import FROM_CODE, TO_CODE
 from cki.adapters.xla_calls import Prepared, XlaCall
 from cki.device import sim_device
-from cki.errors import CkiError, DeviceError
+from cki.errors import CkiError, DeviceError, UnsupportedError
 from cki.ops.spec import OpSpec, OutputSpec
 
 #: Prepared launches of one node; at the limit the oldest half goes.
@@ -55,9 +55,11 @@ class NodeCall:
 
     @classmethod
     def from_text(cls, text: bytes) -> NodeCall:
-        """The call that `text` wrote; CkiError for anything else."""
+        """The call that `text` wrote; CkiError for anything else, UnsupportedError for a `refusal_text`."""
         try:
             content = json.loads(text)
+            if "refusal" in content:
+                raise UnsupportedError(content["refusal"])
             operation, named = content["operation"], dict(content["attributes"])
             spec = known_operations.find(operation)
             values = [named.pop(attribute.name, attribute.default) for attribute in spec.attributes]
@@ -82,6 +84,11 @@ class NodeCall:
     def with_tensors(self, types: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> XlaCall:
         """The call on tensors of these element types and shapes."""
         return XlaCall(self.operation, tuple(zip(self.inputs, types, shapes)), self.attributes, self.device)
+
+
+def refusal_text(why: str) -> bytes:
+    """The text of a node that says why it cannot run."""
+    return json.dumps({"refusal": why}).encode()
 
 
 class Result(NamedTuple):

@@ -26,14 +26,13 @@ from cki.ops.spec import OpSpec
 from cki.ops.table import public_specs
 
 #: The operation that runs what is not in the table: kernels of `cki.load`.
-_LOCAL = "CkiLocal"
-_MEANT = "tf.stop_gradient on the arguments says that none is meant"
+LOCAL = "CkiLocal"
 
 
 def op_name(spec: OpSpec) -> str:
     """The name of an operation among TensorFlow's: layer_norm is CkiLayerNorm."""
     if not known_operations.is_public(spec):
-        return _LOCAL
+        return LOCAL
     return "Cki" + "".join(part.capitalize() for part in spec.name.split("_"))
 
 
@@ -44,7 +43,7 @@ def register() -> Kernels:
 
     api = tf_c_api.load()
     kernels = Kernels(api, tf_xla.place)
-    for name in [*(op_name(spec) for spec in public_specs().values()), _LOCAL]:
+    for name in [*(op_name(spec) for spec in public_specs().values()), LOCAL]:
         api.define_op(
             name,
             "tensors: T",
@@ -118,7 +117,7 @@ def _gradient(op: Any, *output_gradients: Any) -> list[Any]:
     """TensorFlow's gradient function of every operation."""
     own = NodeCall.from_text(op.get_attr("call"))
     if not own.recompute_gradient:
-        raise gradient.refusal(own.spec.name, "tensorflow", _MEANT)
+        raise gradient.refusal(own.spec.name, "tensorflow", gradient_tensorflow.MEANT)
     by_name = dict(zip(own.inputs, op.inputs))
     arranged = [by_name.get(item.name) for item in own.spec.inputs]
     found = gradient_tensorflow.gradients(own.spec, arranged, own.attributes, output_gradients)
