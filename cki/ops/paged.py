@@ -355,4 +355,6 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     add(dtypes.f32, 128)
     add(dtypes.bf16, 128, cache=dtypes.e4m3, scale_axes=3, count=True)
     add(dtypes.f16, 256, cache=dtypes.e4m3, scale_axes=1, block_size=8, count=True)
+    add(dtypes.bf16, 256, group=8, cache=dtypes.e4m3, scale_axes=3, features=True, batch=64)
+    add(dtypes.bf16, 256, group=8, queries=4, cache=dtypes.e4m3, scale_axes=3, block_size=1, features=True)
     return list(found)

@@ -109,6 +109,8 @@ CASES = [
     Case(1, 8, 5, F16, residual=True, bias=F16),
     Case(12, 272, 140, norm=True, gated=True, activation="silu", bias=BF16, codes=True, sm_count=5),
     Case(5, 1040, 33, F16, residual=True, codes=True),
+    Case(2, 33808, 9, codes=True, sm_count=1),  # more than 32 rounds of scales
+    Case(8, 192, 21, F16, norm=True, gated=True, activation="silu", codes=True, sm_count=1),
 ]
 
 
