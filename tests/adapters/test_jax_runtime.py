@@ -224,6 +224,20 @@ for kind in (AxisType.Auto, AxisType.Explicit):
         np.testing.assert_array_equal(y, wanted)
     with jax.set_mesh(mesh):
         np.testing.assert_array_equal(jax.jit(lambda x, w: cki.layer_norm(x, w))(spread, everywhere), wanted)
+# Caches whose heads lie on both devices, donated to a step of decoding.
+k, slots = jnp.asarray(x.reshape(6, 4, 32)[:3]), jnp.array([0, 1, 6])
+table, lengths, heads = jnp.array([[0, 1]] * 3), jnp.array([1, 2, 2]), P(None, None, "rows")
+def step(k, k_cache, v_cache):
+    cache = cki.append_kv(k, 2 * k, (k_cache, v_cache), slots)
+    return cki.paged_attention(k[:, None], cache, table, lengths)[:, 0], *cache
+empty = [np.zeros((2, 4, 4, 32), np.float32)] * 2
+wanted_step = jax.jit(step)(k, *empty)
+specs = (P(None, "rows"), heads, heads)
+arrays = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((k, *empty), specs)]
+step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs), donate_argnums=(1, 2))
+for found, one in zip(step(*arrays), wanted_step):
+    np.testing.assert_array_equal(found, one)
+assert [array.is_deleted() for array in arrays] == [False, True, True]
 there = jax.device_put(x, jax.devices()[1])
 y = jax.jit(lambda x: cki.layer_norm(x, w))(there)
 assert y.devices() == {jax.devices()[1]}
