@@ -66,17 +66,19 @@ PRODUCTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to launch.  serial: after the launch ahead has ended.  stages, prefetch: of `plan_linear_decode`."""
+    """A way to launch.  serial: after the launch ahead has ended.  The rest: of `plan_linear_decode`."""
 
     serial: bool = False
     stages: int | None = None
     prefetch: int = 0
+    ahead: int = 0
 
     def __str__(self) -> str:
         words = {
             "serial": self.serial,
             f"{self.stages} stages": self.stages,
             f"prefetch {self.prefetch}": self.prefetch,
+            f"ahead {self.ahead}": self.ahead,
         }
         return " ".join(("cki", *filter(words.get, words)))
 
@@ -98,7 +100,7 @@ class Variant:
                 _rows(x, first, part), w, None, residual and _rows(residual, first, part), _rows(y, first, part),
                 device, norm=Norm(gamma, EPSILON) if gamma else None, gated=product.gated,
                 activation="silu" if product.gated else None, scales=operands["scales"],
-                stages=self.stages, prefetch=self.prefetch,
+                stages=self.stages, prefetch=self.prefetch, ahead=self.ahead,
             )  # fmt: skip
             steps.append(dataclasses.replace(step, programmatic=not self.serial))
         return Plan(tuple(steps))
@@ -181,7 +183,13 @@ def variants_of(product: Product, tokens: int, codes: bool, probe: bool, device:
         <= device.shared_memory_per_block
         and ring != heuristics.stages(tokens, product.depth, itemsize, device, norm=product.norm)
     ]  # fmt: skip
-    others = [Variant(serial=True), Variant(prefetch=128), Variant(prefetch=256)]
+    others = [
+        Variant(serial=True),
+        Variant(prefetch=128),
+        Variant(prefetch=256),
+        Variant(ahead=1),
+        Variant(ahead=2),
+    ]
     return [Variant(), *others, *(Variant(stages=ring) for ring in rings)]
 
 

@@ -31,7 +31,7 @@
 // Rows begin at multiples of 16 bytes; K is a multiple of 8, of 16 with codes. Strides in elements.
 //
 // Grid: (blocks). Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kTokenTiles (1 or 2, of 8 tokens), kStages,
-//   kPrefetch (cp_async's hint: 0, 128, 256), Code (Element or cki::e4m3), kSplitBlocks (gates of codes, N no multiple of 8), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
+//   kPrefetch (cp_async's hint: 0, 128, 256), kAhead (tiles that L2 is asked for at once, sm_90), Code (Element or cki::e4m3), kSplitBlocks (gates of codes, N no multiple of 8), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
 // Dynamic shared memory: rings, parts of two tiles, squares (kNorm), gamma (kNorm) and n in whole steps of all warps.
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
@@ -40,6 +40,7 @@
 #include "gemm/activation.cuh"
 #include "gemm/fragments.cuh"
 #include "gemm/skinny/decode_operand.cuh"
+#include "ptx/bulk.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
@@ -109,6 +110,17 @@ struct Cursor {
     }
   }
 };
+
+// This block's first tiles, from `tile` on, towards L2: memory is busy while the launch before ends. Lane 0 of each warp.
+template <int kTiles>
+__device__ __forceinline__ void fetch_ahead(const Code* w, i64 stride, int tile, int warp, int columns, int depth) {
+  for (int i = warp; i < kTiles * kTileRows; i += kWarps) {
+    const int row = i % kTileRows, first = (tile + i / kTileRows * static_cast<int>(gridDim.x)) * kTileColumns;
+    const int column = first + (kGated ? row % 8 : row);
+    if (column < columns)
+      ptx::bulk_prefetch_l2(w + (column + (kGated && row >= 8 ? columns : 0)) * stride, static_cast<u32>(depth * sizeof(Code)));
+  }
+}
 
 // Calls visit(k, place) for each piece of 8 elements of K that belongs to this lane; place: of token 0's, in 16 bytes.
 template <class Visit>
@@ -281,6 +293,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   int tile = static_cast<int>(blockIdx.x);
   Scales own, ahead;
   if constexpr (kScaled) own.load(scales, scale_stride, tile, 0, warp, columns, depth);
+  if constexpr (kAhead > 0) {
+    if (lane() == 0) fetch_ahead<kAhead>(w, w_stride, tile, warp, columns, depth);
+  }
   if constexpr (kProgrammatic) {
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
