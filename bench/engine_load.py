@@ -237,7 +237,7 @@ class LeakSizes(NamedTuple):
 
 
 LEAK = {
-    "cuda": LeakSizes(256, 4, 64, 2, 1000, 32, 150, 60, 60), "sim": LeakSizes(32, 2, 16, 1, 128, 32, 34, 20, 60),
+    "cuda": LeakSizes(256, 4, 64, 2, 1000, 32, 150, 60, 60), "sim": LeakSizes(32, 2, 16, 1, 128, 64, 60, 40, 8),
 }  # fmt: skip
 
 
