@@ -63,6 +63,18 @@ def test_logits_and_greedy_text(launches, family, batch):
         assert torch.equal(text["cki"], text["eager"])
 
 
+def test_generate_with_a_static_cache_compiles_decoding_by_itself():
+    """As transformers does on a GPU, with CUDA graphs, unless it is told not to."""
+    model, tokens = make("llama").cuda(), ids().cuda()
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 8, "do_sample": False}
+    text = {}
+    for implementation in ("eager", "cki"):
+        model.set_attn_implementation(implementation)
+        compiled = {"cache_implementation": "static"} if implementation == "cki" else {}
+        text[implementation] = model.generate(tokens, **options, **compiled)
+    assert torch.equal(text["cki"], text["eager"])
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_smollm2_writes_the_same_text(launches, cache):
     """Its real weights: greedy text as with sdpa, every token's attention in CKI's kernels."""
