@@ -143,33 +143,30 @@ def make_inputs(product: Product, tokens: int, codes: bool, seed: int) -> tuple[
     return x, w, scales, residual, gamma, torch.empty(tokens, product.columns, device="cuda", dtype=x.dtype)
 
 
-def check(product: Product, inputs: tuple[Any, ...], what: str) -> None:
-    """The result that lies in y, against float64: twice the error of the same with each operation rounded."""
+def expected(product: Product, inputs: tuple[Any, ...]) -> tuple[Any, float]:
+    """The product in float64, and how far off y may be: twice the error of the same with each operation rounded."""
     import torch
 
-    x, w, scales, residual, gamma, y = inputs
-    results = []
+    x, w, scales, residual, gamma, _ = inputs
+    results, weight = [], w.double()
+    if scales is not None:
+        by_rows = scales.double().repeat_interleave(128, 0)[: product.rows]
+        weight *= by_rows.repeat_interleave(128, 1)[:, : product.depth]
     for kept in (torch.float64, torch.bfloat16):
 
         def rounded(value: Any, kept: Any = kept) -> Any:
             return value.to(kept).double()
 
-        n, weight = x.double(), w.double()
+        n = x.double()
         if gamma is not None:
             n = rounded(n * torch.rsqrt((n * n).mean(-1, keepdim=True) + EPSILON) * gamma.double())
-        if scales is not None:
-            by_rows = scales.double().repeat_interleave(128, 0)[: product.rows]
-            weight *= by_rows.repeat_interleave(128, 1)[:, : product.depth]
         value = rounded(n @ weight.T)
         if product.gated:
             gate, up = value.chunk(2, -1)
             value = rounded(torch.nn.functional.silu(gate) * up)
         results.append(rounded(value + (0 if residual is None else residual.double())))
     truth, plain = results
-    limit = 2 * (plain - truth).abs().max().item() + 1e-5 * truth.abs().max().item()
-    error = (y.double() - truth).abs().max().item()
-    if not error <= limit:
-        raise SystemExit(f"{what}: error {error:.3g}, allowed {limit:.3g}")
+    return truth, 2 * (plain - truth).abs().max().item() + 1e-5 * truth.abs().max().item()
 
 
 def variants_of(product: Product, tokens: int, codes: bool, probe: bool, device: DeviceInfo) -> list[Variant]:
@@ -224,6 +221,7 @@ def measure(
     product, kind = PRODUCTS[name], "e4m3" if codes else "bf16"
     nbytes = product.weight_bytes(codes)
     inputs = common.rotated(lambda seed: make_inputs(product, tokens, codes, seed), nbytes)
+    truth, limit = expected(product, inputs[0])
     problem = f"{name} {tokens}x{product.depth}x{product.rows}"
     runs = {}
     for variant in variants:
@@ -232,9 +230,12 @@ def measure(
         def run(*t: Any, spec: OpSpec = spec, variant: Variant = variant) -> Any:
             return call(spec, t[:5], (str(variant),), (t[5],))
 
-        inputs[0][5].fill_(float("nan"))
+        y = inputs[0][5]
+        y.fill_(float("nan"))
         run(*inputs[0])
-        check(product, inputs[0], f"{problem} {kind} {variant}")
+        error = (y.double() - truth).abs().max().item()
+        if not error <= limit:
+            raise SystemExit(f"{problem} {kind} {variant}: error {error:.3g}, allowed {limit:.3g}")
         runs[str(variant)] = run
     launches = -(-tokens // next(
         n for n in (tokens, 8, 4, 2, 1)
