@@ -104,7 +104,8 @@ def plan_linear_tokens(
     rows = w.shape[0]
     nbytes = 2 * blocks * heuristics.part_bytes(size)
     arguments: tuple[ArgumentValue, ...] = (
-        tensor_map(x, depth, tokens, x.strides[0], (64, size // shared_by)), _weight_map(w, columns, gated=gated),
+        tensor_map(x, depth, tokens, x.strides[0], (64, tokens if shared_by == 1 else size // shared_by)),
+        _weight_map(w, columns, gated=gated),
         scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
         norm.gamma if norm else NullPointer(), dense(PARTS, (nbytes // 4,), dtypes.f32), counters,
         tokens, columns, depth, norm.eps if norm else 0.0,

@@ -26,7 +26,8 @@
 //
 // Grid: blocks, one an SM, in clusters of kSharers. Prelude: Code (cki::bf16, cki::e4m3), Bias (cki::bf16 or float), kTokens (8, 16, 32, 64), kStages,
 //   kSharers (1 or 2), kNorm, kGated, kActivation, kHasBias, kHasResidual.
-// Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x kTokens / kSharers.
+// Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x tokens, or kTokens /
+//   kSharers where that is more than one.
 // parts: kPartFloats floats for each of 2 slots a block. counters: a zero a tile, of a multiple of kSharers tiles.
 // Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
@@ -52,10 +53,25 @@
 using namespace cki;
 using namespace cki::gemm;
 
+// Tokens of a box of x. TMA takes long over rows that do not exist, so where one block brings all there are no more.
+__device__ __forceinline__ int box_tokens(int tokens) { return kSharers == 1 ? tokens : kShareTokens; }
+
+// All threads: zeros in the rows of x that no box fills. What they are multiplied to is of no token, but numbers they should be.
+__device__ __forceinline__ void clear_rows(const Shared& shared, int tokens) {
+  const int first = box_tokens(tokens) * kSharers, rows = kTokens - first, units = rows * (kSpan / 16);
+  for (int i = static_cast<int>(threadIdx.x); i < kStages * (kDepth / 64) * units; i += kThreads) {
+    const int box = i / units, stage = box / (kDepth / 64);
+    unsigned char* x = shared.memory + stage * kStageBytes + kBytesW + box % (kDepth / 64) * kBox;
+    reinterpret_cast<uint4*>(x + first * kSpan)[i % units] = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_proxy_async_shared();
+}
+
 // One thread: brings a block's stages, the first weights before the launch before has ended.
 __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x_map, const TensorMap& w_map,
-                                        const Share& share) {
+                                        const Share& share, int tokens) {
   const EvenWork& work = share.work;
+  const u32 stage_bytes = static_cast<u32>(kBytesW + kDepth / 64 * box_tokens(tokens) * kSharers * kSpan);
   const int begin = work.first_stage(share.cluster), end = work.first_stage(share.cluster + 1);
   Ring ring = shared.ring();
   const auto load_w = [&](int stage) {
@@ -63,7 +79,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x
     const int tile = share.tile(row_of_tiles);
     unsigned char* to = shared.memory + ring.stage * kStageBytes;
     u64* full = ring.full + ring.stage;
-    ptx::mbarrier_arrive_expect_tx(full, kStageBytes);
+    ptx::mbarrier_arrive_expect_tx(full, stage_bytes);
     if constexpr (kGated) {
       ptx::tma_load_4d(to, &w_map, full, k, 0, 0, tile * (kTileColumns / 8));
     } else {
@@ -433,6 +449,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     shared.squares_ring().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
     ptx::fence_mbarrier_init();
   }
+  clear_rows(shared, tokens);
   if constexpr (kSharers > 1) {
     ptx::cluster_sync();
   } else {
@@ -443,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp >= (kConsumerThreads + kArrangerThreads) / 32) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == kConsumerThreads + kArrangerThreads) produce(shared, x_map, w_map, share);
+    if (threadIdx.x == kConsumerThreads + kArrangerThreads) produce(shared, x_map, w_map, share, tokens);
   } else if (warp >= kConsumerThreads / 32) {
     ptx::setmaxnreg_dec<kArrangerRegisters>();
     if constexpr (kArranges) arrange(shared, share, gamma, depth);
