@@ -43,7 +43,7 @@ _IN_CLUSTERS = 0.9
 #: tiles of the size that was measured and for others.
 _CLUSTERED_BYTES, _CLUSTERED_SMALL = 256 << 20, 32 << 20
 #: Rows up to which half of the SMs keep up: 8 x 8192 keys took 64 us with 4 rows and 79 with 7 and 8, for which all SMs
-#: need 69 (H200).
+#: need 66.5 and 67.4 (H200).
 _CLUSTERED_ROWS = 4
 #: Tiles of all units up to which fewer warps, with more tiles each, are as good or better: fewer states to combine.
 _FEW_TILES = 2048
