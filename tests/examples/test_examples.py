@@ -18,15 +18,16 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 BOUNDS = {"use_with_torch": 0.07, "use_with_cupy": 5e-3, "keras_encoder": 1e-2}
 NEEDS = {
     "use_with_torch": "torch", "use_with_transformers": "transformers", "use_with_tensorflow": "tensorflow",
-    "use_with_jax": "jax", "keras_encoder": "tensorflow",
+    "use_with_jax": "jax", "keras_encoder": "tensorflow", "use_with_pycuda": "pycuda",
 }  # fmt: skip
-GPU_ONLY = {"use_with_cupy"}
+GPU_ONLY = {"use_with_cupy", "use_with_pycuda"}
 
 
 def _cases():
     for path in EXAMPLES:
-        marks = [getattr(pytest.mark, NEEDS[path.stem])] if path.stem in NEEDS else []
+        marks = []
         if path.stem not in GPU_ONLY:
+            marks = [getattr(pytest.mark, NEEDS[path.stem])] if path.stem in NEEDS else []
             yield pytest.param(path, "sim", id=f"{path.stem}-sim", marks=marks)
         if path.stem != "use_with_numpy":
             yield pytest.param(path, "cuda", id=f"{path.stem}-cuda", marks=[*marks, pytest.mark.gpu])
@@ -61,4 +62,4 @@ def test_example(path, kind, tmp_path):
 
 def test_each_framework_has_an_example():
     names = {path.stem.removeprefix("use_with_") for path in EXAMPLES}
-    assert {"numpy", "cupy", "torch", "transformers", "tensorflow", "jax"} <= names
+    assert {"numpy", "cupy", "pycuda", "torch", "transformers", "tensorflow", "jax"} <= names

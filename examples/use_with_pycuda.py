@@ -1,0 +1,47 @@
+"""CKI on PyCUDA's arrays, by `__cuda_array_interface__`, which numba's device arrays have too.  Needs a GPU.
+
+Arrays are read where they are.  Results are CuPy arrays, or memory of PyCUDA's own by `out=`; kernels run on the stream
+that is named, else on CuPy's current one.  PyCUDA works in the primary context, which CuPy and CKI use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pycuda.driver as cuda
+from pycuda import gpuarray
+
+import cki
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return np.asarray(e / e.sum(-1, keepdims=True))
+
+
+def main() -> None:
+    cuda.init()
+    context = cuda.Device(0).retain_primary_context()
+    context.push()
+    try:
+        host = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
+        x = gpuarray.to_gpu(host)
+        made = cki.softmax(x)
+        print(
+            "softmax: ",
+            type(made).__module__,
+            "largest difference",
+            float(abs(made.get() - softmax(host)).max()),
+        )
+
+        stream = cuda.Stream()
+        staged, out = gpuarray.empty_like(x), gpuarray.empty_like(x)
+        staged.set_async(2 * host, stream)
+        cki.softmax(staged, out=out, stream=stream)  # behind the copy, into memory of PyCUDA's
+        stream.synchronize()
+        print("into out=: largest difference", float(abs(out.get() - softmax(2 * host)).max()))
+    finally:
+        context.pop()
+
+
+if __name__ == "__main__":
+    main()
