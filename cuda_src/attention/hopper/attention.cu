@@ -31,6 +31,7 @@
 #include "attention/hopper/softmax.cuh"
 #include "attention/logits.cuh"
 #include "attention/paged_tile.cuh"
+#include "common/constant.cuh"
 #include "common/online_softmax.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
@@ -258,17 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       start(Constant<kWeightSteps>{});
     }
   };
-  // A tile of which the block needs something, but this warpgroup nothing. It keeps its place in the rings and turns.
-  const auto skip_tile = [&] {
-    key_ring.wait_full();
-    __syncwarp();
-    key_ring.release();
-    turns.take();
-    turns.pass();
-    value_ring.wait_full();
-    __syncwarp();
-    value_ring.release();
-  };
+  const auto pass_over = [&] { skip_tile(key_ring, value_ring, turns); };
   // S of the first tile, with nothing to overlap it.
   const auto first_scores = [&](auto& scores) {
     key_ring.wait_full();
@@ -362,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     if (!block.is_empty()) {
       query_ring.wait_full();
       const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
-      for (; j >= own_end; --j) skip_tile();
+      for (; j >= own_end; --j) pass_over();
     }
     if (!own.is_empty()) {
       rows.is_narrow = kHasNarrow && own.end - j * kBlockKeys <= kNarrowKeys;
@@ -458,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       } else {
         finish_softmax();
       }
-      for (; j >= block.begin_tile; --j) skip_tile();
+      for (; j >= block.begin_tile; --j) pass_over();
       if (own.is_empty() && !block.is_empty()) query_ring.release_own();
       look_ahead();
     } else {

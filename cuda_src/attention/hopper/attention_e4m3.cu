@@ -20,8 +20,10 @@
 #include "attention/hopper/products_e4m3.cuh"
 #include "attention/hopper/repair.cuh"
 #include "attention/hopper/shared_tiles.cuh"
+#include "attention/hopper/softmax.cuh"
 #include "attention/hopper/softmax_e4m3.cuh"
 #include "attention/logits.cuh"
+#include "common/constant.cuh"
 #include "common/online_softmax.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
@@ -172,17 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence_registers(rows.part);
   };
-  // A tile of which the block needs something, but this warpgroup nothing. It keeps its place in the rings and turns.
-  const auto skip_tile = [&] {
-    key_ring.wait_full();
-    __syncwarp();
-    key_ring.release();
-    turns.take();
-    turns.pass();
-    value_ring.wait_full();
-    __syncwarp();
-    value_ring.release();
-  };
+  const auto pass_over = [&] { skip_tile(key_ring, value_ring, turns); };
   // What turns codes into logits, of a tile's head.
   struct Scaling {
     LogitRules rules;
@@ -216,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     key_ring.release();
     float moved[2];
     finish_scores<Features, decltype(band_test)::kValue>(scores, rows.query, tile * kBlockKeys, band, scaling.rules);
-    take_e4m3_tile<decltype(band_test)::kValue, kScaleFirst>(scores, rows.softmax, moved, scaling.exponent);
+    take_tile<decltype(band_test)::kValue, kScaleFirst, E4m3Weights>(scores, rows.softmax, moved, scaling.exponent);
     pack_e4m3_weights(rows.weights, scores);
   };
   // S of `tile` and its softmax, beside the values of the tile before (attention.cu: where the wait for these stands).
@@ -241,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     };
     // After the last scores the queries of the next tile may come.
     if constexpr (kLazy) {
-      LazyE4m3Softmax<decltype(band_test)::kValue, kScaleFirst, kBlockKeys / 2> softmax(scores, rows.softmax,
-                                                                                        scaling.exponent);
+      LazySoftmax<decltype(band_test)::kValue, kScaleFirst, 0, kBlockKeys / 2, E4m3Weights> softmax(
+          scores, rows.softmax, scaling.exponent);
       softmax.begin([&](const float(&factor)[2]) {
         wait_values(rows);
         rows.correct(factor);
@@ -256,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     } else {
       float moved[2];
       if (is_last) query_ring.release_own();
-      take_e4m3_tile<decltype(band_test)::kValue, kScaleFirst>(scores, rows.softmax, moved, scaling.exponent);
+      take_tile<decltype(band_test)::kValue, kScaleFirst, E4m3Weights>(scores, rows.softmax, moved, scaling.exponent);
       finish_values();
       pack_e4m3_weights(rows.weights, scores);
       rows.correct(moved);
@@ -273,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     u32 thread[1] = {threadIdx.x % 128};
     ptx::wgmma_fence_registers(thread);  // opaque: computed here, not kept in a register through the main loop
     // Of the pair row, row + 8.
-    const int row = part.first_row(consumer) + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);
+    const int row = part.first_query(consumer) + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 32 / 4);
     const auto query_of = [&](int query) {
       QueryRow<float> found{};
       found.query = query;
@@ -289,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     if (!block.is_empty()) {
       query_ring.wait_full();
       const int own_end = own.is_empty() ? block.begin_tile : own.end_tile;
-      for (; j >= own_end; --j) skip_tile();
+      for (; j >= own_end; --j) pass_over();
     }
     if (!own.is_empty()) {
       if (kHasLimits || own.passes_common_end(j)) {
@@ -352,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
       rows.take_last_product();
     }
     finish_softmax();
-    for (; j >= block.begin_tile; --j) skip_tile();
+    for (; j >= block.begin_tile; --j) pass_over();
     if (own.is_empty() && !block.is_empty()) query_ring.release_own();
     look_ahead();
 

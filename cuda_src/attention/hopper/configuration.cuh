@@ -2,6 +2,7 @@
 // memory, and what a consumer keeps.
 #pragma once
 
+#include "attention/hopper/consumer.cuh"
 #include "attention/hopper/key_range.cuh"
 #include "attention/hopper/packed_work.cuh"
 #include "attention/hopper/scheduler.cuh"
@@ -49,12 +50,6 @@ static_assert(4 <= kBeforeValues && kAhead <= kBeforeValues && kBeforeValues <= 
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(!kSplitKeys || !(kVarlen || kDropout), "parts of keys are of dense tensors, and their keys count from 0");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
-
-// A compile-time choice as an argument of a lambda.
-template <auto kChoice>
-struct Constant {
-  static constexpr auto kValue = kChoice;
-};
 
 using Band = KeyBand<kLimitLeft, kLimitRight>;
 using Range = KeyRange<kBlockKeys>;
@@ -108,26 +103,6 @@ struct Placement {
   }
 };
 
-// What a consumer works on: a tile, and the keys that its block and its own rows see.
-struct Part {
-  SequenceTile tile;
-  Band band;
-  Range block;
-  Range own;
-
-  __device__ __forceinline__ Part(const SequenceTile& tile, const Band& band, int consumer)
-      : tile(tile),
-        band(band),
-        block(band, tile.row_block * kBlockQueries, min((tile.row_block + 1) * kBlockQueries, tile.queries)),
-        own(band, first_query(consumer), min(first_query(consumer) + kGroupQueries, tile.queries)) {}
-
-  __device__ __forceinline__ int first_query(int consumer) const {
-    return tile.row_block * kBlockQueries + consumer * kGroupQueries;
-  }
-  // Whether the block's last tile of keys is the consumer's too.
-  __device__ __forceinline__ bool ends_with_block() const {
-    return !own.is_empty() && own.begin_tile == block.begin_tile;
-  }
-};
+using Part = ConsumerPart<Band, kBlockKeys, kGroupQueries, kConsumers>;
 
 }  // namespace cki::attention

@@ -5,6 +5,7 @@
 // take them for.
 #pragma once
 
+#include "attention/hopper/consumer.cuh"
 #include "attention/hopper/key_range.cuh"
 #include "attention/hopper/scheduler.cuh"
 #include "attention/hopper/shared_tiles.cuh"
@@ -34,12 +35,6 @@ struct Features {
 constexpr bool kHasLimits = kLimitLeft || kLimitRight;
 // Whether every tile is tested key by key, as in configuration.cuh.
 constexpr bool kTestAll = kHasLimits && kScaleFirst;
-
-// A compile-time choice as an argument of a lambda.
-template <bool kChoice>
-struct Constant {
-  static constexpr bool kValue = kChoice;
-};
 
 using Band = KeyBand<kLimitLeft, kLimitRight>;
 using Range = KeyRange<kBlockKeys>;
@@ -141,26 +136,6 @@ struct Rows {
   }
 };
 
-// What a consumer works on: a tile, and the keys that its block and its own rows see.
-struct Part {
-  SequenceTile tile;
-  Band band;
-  Range block;
-  Range own;
-
-  __device__ __forceinline__ Part(const SequenceTile& tile, const Band& band, int consumer)
-      : tile(tile),
-        band(band),
-        block(band, tile.row_block * kBlockRows, min((tile.row_block + 1) * kBlockRows, tile.queries)),
-        own(band, first_row(consumer), min(first_row(consumer) + kGroupRows, tile.queries)) {}
-
-  __device__ __forceinline__ int first_row(int consumer) const {
-    return tile.row_block * kBlockRows + consumer * kGroupRows;
-  }
-  // Whether the block's last tile of keys is the consumer's too.
-  __device__ __forceinline__ bool ends_with_block() const {
-    return !own.is_empty() && own.begin_tile == block.begin_tile;
-  }
-};
+using Part = ConsumerPart<Band, kBlockKeys, kGroupRows, kConsumers>;
 
 }  // namespace cki::attention

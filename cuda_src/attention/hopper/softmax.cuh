@@ -60,39 +60,50 @@ __device__ __forceinline__ void subtract_reference(float (&scores)[kCount], int 
   }
 }
 
+// How large weights are: 2^kExponent at a row's reference, which follows when a score exceeds it by more than 2^kHeadroom.
+// kSummed: whether their sums are needed.
+struct PlainWeights {
+  static constexpr float kHeadroom = 8.0f;
+  static constexpr float kExponent = 0.0f;
+  static constexpr bool kSummed = true;
+};
+
+// x * factor + added, and added - x, without an instruction more where `added`, a compile-time choice, is 0.
+__device__ __forceinline__ float times_plus(float x, float factor, float added) {
+  return added == 0.0f ? x * factor : fmaf(x, factor, added);
+}
+__device__ __forceinline__ float added_minus(float added, float x) { return added == 0.0f ? -x : added - x; }
+
 // Both rows at a time: their exponentials interleave. Rows of a large reference are subtracted before they are scaled, by
 // one branch a tile, which also parts the search for the largest from the exponentials (attention.cu says why that helps).
 // kExact: always subtract first.
-template <bool kMayHide, bool kExact, int kCount>
+template <bool kMayHide, bool kExact, class Weights = PlainWeights, int kCount>
 __device__ __forceinline__ void take_tile(float (&scores)[kCount], SoftmaxRow (&rows)[2], float (&correction)[2],
                                           float exponent_scale) {
   float subtract[2], offset[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     subtract[r] = take_reference<kMayHide>(scores, r, rows[r], correction[r], exponent_scale);
-    offset[r] = subtract[r] * exponent_scale;
+    offset[r] = times_plus(subtract[r], exponent_scale, -Weights::kExponent);
   }
   const bool is_short = fabsf(offset[0]) < SoftmaxRow::kShortOffset && fabsf(offset[1]) < SoftmaxRow::kShortOffset;
   if (kExact || !is_short) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) subtract_reference(scores, r, subtract[r]);
-    offset[0] = offset[1] = 0.0f;
+    offset[0] = offset[1] = 0.0f - Weights::kExponent;
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) take_weights(scores, r, rows[r], correction[r], offset[r], exponent_scale);
 }
 
-// How far, in powers of two, a score may exceed its row's reference before the reference follows: weights stay below 256.
-constexpr float kHeadroom = 8.0f;
-
 // Both rows of a lane, lazily (FlashAttention-4's rule): references stay where they are, and nothing is rescaled, unless a
-// score exceeds its row's reference by more than kHeadroom. What a row does depends on its own scores alone, though its
+// score exceeds its row's reference by more than 2^kHeadroom. What a row does depends on its own scores alone, though its
 // warp does it together. Rows that saw no key yet and rows with a large reference take the slow way in each tile, the
 // latter to be subtracted before they are scaled.
 //
 // The first kAhead weights are computed by the references as they are, beside the search for the largest scores, which
 // would leave the special function unit idle; they are computed again when a reference moves.
-template <bool kMayHide, bool kExact, int kAhead, int kCount>
+template <bool kMayHide, bool kExact, int kAhead, int kCount, class Weights = PlainWeights>
 struct LazySoftmax {
   float (&scores)[kCount];
   SoftmaxRow (&rows)[2];
@@ -145,7 +156,8 @@ struct LazySoftmax {
       scores[i] = weight(i);
       add(i, scores[i]);
     }
-    ptx::wgmma_fence_registers(added);  // ptxas would sink these additions behind the next branch, where they cost time
+    // ptxas would sink these additions behind the next branch, where they cost time.
+    if constexpr (Weights::kSummed) ptx::wgmma_fence_registers(added);
   }
 
   // Weight i of those that have been taken. The first stay apart from the scores: accumulators that change their place
@@ -163,12 +175,12 @@ struct LazySoftmax {
   // Also when the reference is -inf or is_large.
   __device__ __forceinline__ bool rises(int r, float largest) const {
     const float above = kExact ? (largest - subtract[r]) * exponent_scale : fmaf(largest, exponent_scale, -offset[r]);
-    return !(above <= kHeadroom) | (!kExact && is_large(r));
+    return !(above <= Weights::kHeadroom) | (!kExact && is_large(r));
   }
   __device__ __forceinline__ float weight(int i) const {
     const int r = i / 2 % 2;
-    return ptx::ex2_approx(kExact ? (scores[i] - subtract[r]) * exponent_scale
-                                  : fmaf(scores[i], exponent_scale, -offset[r]));
+    return ptx::ex2_approx(kExact ? times_plus(scores[i] - subtract[r], exponent_scale, Weights::kExponent)
+                                  : fmaf(scores[i], exponent_scale, added_minus(Weights::kExponent, offset[r])));
   }
   __device__ __forceinline__ void take_ahead() {
 #pragma unroll
