@@ -21,9 +21,9 @@ from cki.device import DeviceInfo
 from cki.engine.config import ModelConfig
 from cki.engine.device_memory import DeviceTensors, Readback, StagedTensors, free_bytes, new_stream
 from cki.engine.device_weights import HasView, ModelWeights
+from cki.engine.products import Way
 from cki.engine.program import StepProgram, Workspace
 from cki.engine.step_plan import MAX_ENDS, SAMPLING, CacheGeometry, DecoderPlanner, StepShape
-from cki.heuristics.linear_decode import MAX_TOKENS
 from cki.memory import PagedKVCache
 from cki.memory.views import CacheTensor
 from cki.plan import Plan
@@ -119,15 +119,14 @@ class DecoderModel:
 
     weights: on that device (`DeviceWeights`); activations and cache are of their type.  cache_nbytes: of keys and
     values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
-    graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.  fused,
-    merge_inside, kv_codes, w8a16_rows, even_rows: see `DecoderPlanner`.
+    graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.  way,
+    merge_inside, kv_codes: see `DecoderPlanner`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
-        stream: int | None = None, fused: bool | None = None, merge_inside: bool = False, kv_codes: bool = False,
-        w8a16_rows: int = MAX_TOKENS, even_rows: tuple[int, int] = (1, 0),
+        stream: int | None = None, way: Way | None = None, merge_inside: bool = False, kv_codes: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
@@ -136,7 +135,7 @@ class DecoderModel:
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
             config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences,
-            fused, merge_inside, weights.fp8, kv_codes, w8a16_rows, even_rows,
+            way, merge_inside, weights.fp8, kv_codes,
         )  # fmt: skip
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()

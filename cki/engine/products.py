@@ -2,6 +2,7 @@
 
 tokens       weights of the model's type                     e4m3 codes with scales of 128 x 128 blocks
 few          linear_decode, where weights are small          linear_decode: W8A16
+to 64        linear_tokens, where it is asked for            linear_tokens, where it is asked for: W8A16
 more         rms_norm, linear, gated_linear                  linear_fp8 on rows quantised by 128s: W8A8 (sm_90a);
                                                              elsewhere linear_decode, 16 tokens after the other
 """
@@ -9,7 +10,7 @@ more         rms_norm, linear, gated_linear                  linear_fp8 on rows 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cki import dtypes
 from cki.device import DeviceInfo
@@ -35,6 +36,10 @@ _PROJECTED = "projected"
 _W8A8 = ("sm_90a",)
 
 
+#: How products of few tokens are launched: see `Products`.
+Way = Literal["plain", "decode", "tokens"]
+
+
 class Weight(NamedTuple):
     """A matrix [rows, K].  scales: of its blocks, where it holds e4m3 codes."""
 
@@ -56,16 +61,13 @@ class Stream:
 class Products:
     """Plans products of one step, over memory named "normed", and for codes "codes" and "code_scales".
 
-    fused: whether norms and gates go into products of few tokens, also of weights that are no codes; None: of small
-    ones.  On an H200 a step of SmolLM2's shapes takes 0.57 of the time so; Qwen3-8B's products are slower.
-    w8a16_rows: tokens up to which codes are multiplied in 16 bits, where the device has another way.
-    even_rows: the fewest and most tokens that `linear_tokens` takes, with zeros in memory named "tile_counters".
+    way: of products of few tokens: "tokens" and "decode" take norms, gates and residual into `linear_tokens` or
+    `linear_decode`, where those can; "plain" keeps them apart (but for codes of few tokens); None: what is best.
+    `linear_tokens` needs zeros in memory named "tile_counters".
     """
 
     device: DeviceInfo
-    fused: bool | None
-    w8a16_rows: int = MAX_TOKENS
-    even_rows: tuple[int, int] = (1, 0)
+    way: Way | None = None
 
     def project(self, stream: Stream, norm: Norm, weight: Weight, y: Operand) -> tuple[Step, ...]:
         """y = norm(stream) @ w.T + bias."""
@@ -109,23 +111,22 @@ class Products:
             return steps + self._w8a8((codes, scales), weight, stream.delta), replace(stream, pending=True)
         return plan_linear(z, weight.w, weight.bias, x, x, self.device, weight_layout="out_in"), stream
 
-    def _evenly(self, x: Operand, weight: Weight, *, gated: bool) -> bool:
+    def _by_tokens(self, x: Operand, weight: Weight, *, gated: bool) -> bool:
         """Whether `linear_tokens` computes a product."""
-        first, last = self.even_rows
         y = dense("y", (x.shape[0], weight.w.shape[0] // (2 if gated else 1)), x.dtype)
-        return first <= x.shape[0] <= last and not token_obstacles(
+        return self.way == "tokens" and not token_obstacles(
             x, weight.w, y, self.device, gated=gated, scales=weight.scales
         )
 
     def _few(self, x: Operand, weight: Weight, *, gated: bool = False) -> bool:
         """Whether norms, gates and residual go into a product."""
-        if self._evenly(x, weight, gated=gated):
+        if self._by_tokens(x, weight, gated=gated):
             return True
         if weight.scales is not None:
-            return x.shape[0] <= self.w8a16_rows or self.device.arch not in _W8A8
+            return x.shape[0] <= MAX_TOKENS or self.device.arch not in _W8A8
         y = dense("y", (x.shape[0], weight.w.shape[0]), x.dtype)
         is_small = weight.w.size * weight.w.dtype.itemsize < MIN_WEIGHT_BYTES
-        wanted = is_small if self.fused is None else self.fused
+        wanted = is_small if self.way is None else self.way == "decode"
         return wanted and not decode_obstacles(x, weight.w, y, self.device)
 
     def _in_parts(
@@ -133,7 +134,7 @@ class Products:
         activation: str | None = None, gated: bool = False,
     ) -> tuple[Step, ...]:  # fmt: skip
         """By `linear_tokens` in one launch, or by `linear_decode`, as many tokens a launch as it takes."""
-        if self._evenly(x, weight, gated=gated):
+        if self._by_tokens(x, weight, gated=gated):
             count = tiles(y.shape[1], gated=gated) + 1
             return plan_linear_tokens(
                 x, weight.w, weight.bias, residual, y, self.device, norm=norm, activation=activation, gated=gated,

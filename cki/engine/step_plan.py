@@ -24,8 +24,7 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_weights import weight_specs
-from cki.engine.products import Products, Stream, Weight
-from cki.heuristics.linear_decode import MAX_TOKENS
+from cki.engine.products import Products, Stream, Way, Weight
 from cki.operand import Operand, dense
 from cki.ops.advance import plan_advance
 from cki.ops.attention import PackedSequences, plan_attention
@@ -81,12 +80,10 @@ class DecoderPlanner:
     """Plans steps of one model.
 
     dtype: of weights, activations, cache and logits.  positions: of the table of cosines and sines.  seen_rows:
-    sequences whose tokens are remembered for the repetition penalty.  fused: decode steps of few sequences take norms
-    and gates into their products (`cki.ops.linear_decode`), where those can; None: small ones.  merge_inside: their
-    attention merges in its own launch.  fp8: layers' matrices are e4m3 codes with scales.
+    sequences whose tokens are remembered for the repetition penalty.  way: how decode steps launch products of few
+    tokens, see `Products`.  merge_inside: their attention merges in its own launch.  fp8: layers' matrices are e4m3
+    codes with scales.
     kv_codes: the cache is of e4m3 with a scale a token and head; prefills read copies of 16 bits of what they need.
-    w8a16_rows: tokens up to which codes are multiplied in 16 bits, where the device has another way.
-    even_rows: see `Products`.
     """
 
     config: ModelConfig
@@ -94,12 +91,10 @@ class DecoderPlanner:
     cache: CacheGeometry
     positions: int
     seen_rows: int
-    fused: bool | None = None
+    way: Way | None = None
     merge_inside: bool = False
     fp8: bool = False
     kv_codes: bool = False
-    w8a16_rows: int = MAX_TOKENS
-    even_rows: tuple[int, int] = (1, 0)
 
     def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
@@ -155,7 +150,7 @@ class DecoderPlanner:
         steps = self._advance(shape, buffer) if shape.decode else ()
         steps += plan_embed_tokens(buffer["tokens"], weight["embed"], buffer["x"], device)
         stream = Stream(buffer["x"], buffer.get("delta"))
-        products = Products(device, self.fused if shape.decode else False, self.w8a16_rows, self.even_rows)
+        products = Products(device, self.way if shape.decode else "plain")
         workspace: dict[str, int] = {}
         # Layers differ in their tensors, in whether they see a window, and in what the layer before has left to add:
         # each kind is planned once.

@@ -93,7 +93,7 @@ def test_a_row_is_left_out_when_time_is_short(bench):
     assert bench("engine").Clock(None).allows(1e9)
 
 
-@pytest.mark.parametrize("variant", [{}, {"fused": True, "merge_inside": True}])
+@pytest.mark.parametrize("variant", [{}, {"way": "decode", "merge_inside": True}])
 def test_kernels_alone_are_those_of_the_step(bench, monkeypatch, variant):
     pytest.importorskip("torch")
     models, engine, kernels = bench("engine_models"), bench("engine"), bench("engine_kernels")

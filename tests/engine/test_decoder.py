@@ -70,7 +70,13 @@ def test_fused_steps_are_as_near_to_the_definition(device):
     for fused in (False, True):  # the second time with attention's merge inside, too
         placed = DeviceWeights(config, weights, dtypes.f16, device.info, LIMITS.max_length)
         model = DecoderModel(
-            config, placed, device=device.info, block_size=4, limits=LIMITS, fused=fused, merge_inside=fused
+            config,
+            placed,
+            device=device.info,
+            block_size=4,
+            limits=LIMITS,
+            way="decode" if fused else "plain",
+            merge_inside=fused,
         )
         sequences = [model.cache.allocate_sequence() for _ in ids]
         model.prefill([StepRow(*row) for row in zip(sequences, ids)]).wait()
@@ -176,7 +182,9 @@ def test_each_layer_has_its_own_weights_and_cache():
 
 @pytest.mark.parametrize(("fused", "most"), [(False, 10), (True, 6)])
 def test_a_step_s_launches_are_few(fused, most):
-    planner = DecoderPlanner(LLAMA, dtypes.bf16, CacheGeometry(64, 16, 8), 128, 8, fused, fused)
+    planner = DecoderPlanner(
+        LLAMA, dtypes.bf16, CacheGeometry(64, 16, 8), 128, 8, "decode" if fused else "plain", fused
+    )
     plan = planner.plan(StepShape(1, 1, True), sim_device("sm_90a"))
     besides = 4 if fused else 5  # what begins a step, embedding, head and sampling; the last norm
     assert (len(plan.steps) - besides) / LLAMA.num_layers <= most
@@ -190,7 +198,7 @@ def test_the_captured_graph_holds_these_launches_and_nothing_else():
     config = replace(LLAMA, dtype="bf16")
     placed = DeviceWeights(config, random_weights(config), dtypes.bf16, cuda_device(0), LIMITS.max_length)
     model = DecoderModel(
-        config, placed, device=cuda_device(0), block_size=4, limits=LIMITS, fused=True, merge_inside=True
+        config, placed, device=cuda_device(0), block_size=4, limits=LIMITS, way="decode", merge_inside=True
     )
     program, api = model.program(model.decode_shape(1)), driver.api()
     with driver.on_device(0):

@@ -36,7 +36,7 @@ def test_six_launches_a_layer(batch, fp8):
         8192,
         64,
         fp8=fp8,
-        even_rows=(1, 64),
+        way="tokens",
         merge_inside=True,
     )
     device = replace(sim_device("sm_90a"), sm_count=132)
@@ -60,8 +60,8 @@ def test_they_are_as_near_to_the_definition(device, fp8):
     for even in (False, True):
         placed = DeviceWeights(config, weights, dtypes.bf16, device.info, LIMITS.max_length, fp8=fp8)
         model = DecoderModel(
-            config, placed, device=device.info, block_size=4, limits=LIMITS, fused=False, merge_inside=even,
-            even_rows=(1, 64) if even else (1, 0),
+            config, placed, device=device.info, block_size=4, limits=LIMITS, merge_inside=even,
+            way="tokens" if even else "plain",
         )  # fmt: skip
         sequences = [model.cache.allocate_sequence() for _ in ids]
         model.prefill([StepRow(*row) for row in zip(sequences, ids)]).wait()
@@ -86,7 +86,7 @@ def test_the_captured_step_has_as_many_nodes():
     config = replace(FULL, intermediate_size=128, dtype="bf16")
     placed = DeviceWeights(config, random_weights(config), dtypes.bf16, device, LIMITS.max_length)
     model = DecoderModel(
-        config, placed, device=device, block_size=4, limits=LIMITS, even_rows=(1, 64), merge_inside=True
+        config, placed, device=device, block_size=4, limits=LIMITS, way="tokens", merge_inside=True
     )
     program = model.program(model.decode_shape(3))
     assert program.is_captured
