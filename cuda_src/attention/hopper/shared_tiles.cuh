@@ -107,7 +107,8 @@ __device__ __forceinline__ void clear_rows(unsigned char* tile, int first, int e
 
 constexpr int round_to_pattern(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 
-// Offsets in bytes. kWorkBytes: what a stage of the work ring holds. Tiles begin at multiples of 1024, the largest swizzle pattern; a stage's size is a multiple of its own.
+// Offsets in bytes. kWorkBytes: what a stage of the work ring holds. Tiles begin at multiples of 1024, the largest swizzle
+// pattern; a stage's size is a multiple of its own.
 template <int kConsumers, class QueryTile, class KeyTile, class ValueTile, int kStages, int kWorkBytes>
 struct SharedLayout {
   static constexpr int kQueries = 0;
