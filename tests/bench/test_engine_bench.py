@@ -25,6 +25,7 @@ MODULES = (
     "engine_models",
     "engine_kernels",
     "engine_long",
+    "gemm_tokens",
 )
 
 
@@ -136,3 +137,17 @@ def test_a_long_sequence_is_checked(bench, monkeypatch):
     monkeypatch.setattr(long, "plain_logits", lambda model, tokens, dtype: plain(model, tokens[1:], dtype))
     with pytest.raises(AssertionError, match="logits are"):
         long.long_rows(150, sim_device())
+
+
+def test_products_of_few_tokens_are_checked(bench, monkeypatch):
+    pytest.importorskip("torch")
+    tokens = bench("gemm_tokens")
+    monkeypatch.setattr(tokens, "_replayed", lambda program: bench("common").Timing(1.0, 1.0, 1.0))
+    operands = tokens.Operands(
+        tokens.Shape(256, 64, norm=True, gated=True), dtypes.e4m3, sim_device("sm_90a")
+    )
+    rows = list(operands.rows("gate_up", 17, 4000.0))
+    assert [row["implementation"] for row in rows] == ["shared_by=1", "shared_by=2"]
+    monkeypatch.setattr(operands, "_expected", lambda count: 1.1 * type(operands)._expected(operands, count))
+    with pytest.raises(AssertionError, match="error"):
+        list(operands.rows("gate_up", 4, 4000.0))

@@ -11,9 +11,11 @@ import pytest
 import cki
 import cki.sim
 from cki import dtypes, reference
+from cki.device import sim_device
 from cki.engine.device_memory import DeviceTensors
 from cki.engine.program import StepProgram, Workspace
 from cki.engine.quantized import QuantizedWeight, dequantize_blocks, quantize_blocks
+from cki.errors import UnsupportedError
 from cki.operand import dense
 from cki.ops.linear_decode import Norm
 from cki.ops.linear_tokens import plan_linear_tokens
@@ -136,3 +138,38 @@ def test_it_is_the_definition(device, case):
         found = run(case, arrays, device.info)
     exact, plain = (definition(case, arrays, rounded=rounded) for rounded in (False, True))
     assert_close(found.astype(np.float64), exact, plain)
+
+
+def test_a_row_has_the_same_bits_in_any_company(device):
+    """Of the same size of products and the same cut of K."""
+    case = Case(16, 656, 128, norm=True, gated=True, activation="silu", sm_count=3)
+    arrays = inputs(case)
+    together = run(case, arrays, device.info)
+    part = {**arrays, "x": arrays["x"][5:14], "y": arrays["y"][5:14]}
+    alone = run(dataclasses.replace(case, tokens=9), part, device.info, launches=2)
+    assert alone.tobytes() == together[5:14].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "y", "options", "match"),
+    [
+        (((65, 64), dtypes.bf16), ((16, 64), dtypes.bf16), (65, 16), {}, "65 tokens, not 1 to 64"),
+        (((2, 12), dtypes.bf16), ((16, 12), dtypes.bf16), (2, 16), {}, "K is 12, no multiple of 8"),
+        (((2, 64), dtypes.f16), ((16, 64), dtypes.f16), (2, 16), {}, "not bf16, bf16 and bf16 or e4m3"),
+        (((2, 64), dtypes.bf16), ((16, 64), dtypes.e4m3), (2, 16), {}, "scales is None"),
+        (((2, 64), dtypes.bf16), ((64, 64), dtypes.bf16), (2, 32), {"gated": True}, "no multiple of 64"),
+        (
+            ((2, 64), dtypes.bf16),
+            ((16, 64), dtypes.bf16),
+            (2, 16),
+            {"shared_by": 2},
+            "not shared out by eights",
+        ),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(x, w, y, options, match):
+    operands = dense("x", *x), dense("w", *w), None, None, dense("y", y, x[1])
+    with pytest.raises(UnsupportedError, match=match):
+        plan_linear_tokens(*operands, sim_device("sm_90a"), counters=dense("c", (8,), dtypes.u32), **options)
+    with pytest.raises(UnsupportedError, match="it needs sm_90a"):
+        plan_linear_tokens(*operands, sim_device("sm_80"), counters=dense("c", (8,), dtypes.u32), **options)
