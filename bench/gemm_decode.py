@@ -72,6 +72,7 @@ class Variant:
     stages: int | None = None
     prefetch: int = 0
     ahead: int = 0
+    split: int = 1
 
     def __str__(self) -> str:
         words = {
@@ -79,6 +80,7 @@ class Variant:
             f"{self.stages} stages": self.stages,
             f"prefetch {self.prefetch}": self.prefetch,
             f"ahead {self.ahead}": self.ahead,
+            f"split {self.split}": self.split > 1,
         }
         return " ".join(("cki", *filter(words.get, words)))
 
@@ -91,7 +93,7 @@ class Variant:
         tokens, itemsize, steps = x.shape[0], w.dtype.itemsize, []
         count = next(
             n for n in (tokens, 8, 4, 2, 1)
-            if not heuristics.obstacles(n, product.depth, itemsize, device, norm=product.norm)
+            if not heuristics.obstacles(n, product.depth, itemsize, device, norm=product.norm, split=self.split)
         )  # fmt: skip
         gamma, residual = operands["gamma"], operands["residual"]
         for first in range(0, tokens, count):
@@ -100,7 +102,7 @@ class Variant:
                 _rows(x, first, part), w, None, residual and _rows(residual, first, part), _rows(y, first, part),
                 device, norm=Norm(gamma, EPSILON) if gamma else None, gated=product.gated,
                 activation="silu" if product.gated else None, scales=operands["scales"],
-                stages=self.stages, prefetch=self.prefetch, ahead=self.ahead,
+                stages=self.stages, prefetch=self.prefetch, ahead=self.ahead, split=self.split,
             )  # fmt: skip
             steps.append(dataclasses.replace(step, programmatic=not self.serial))
         return Plan(tuple(steps))
@@ -187,7 +189,8 @@ def variants_of(product: Product, tokens: int, codes: bool, probe: bool, device:
         Variant(ahead=1),
         Variant(ahead=2),
     ]
-    return [Variant(), *others, *(Variant(stages=ring) for ring in rings)]
+    splits = () if product.norm else (Variant(split=2), Variant(split=4))
+    return [Variant(), *others, *(Variant(stages=ring) for ring in rings), *splits]
 
 
 def compile_ahead(

@@ -8,6 +8,7 @@ from cki.device import DeviceInfo
 MAX_TOKENS = 16
 #: Architectures on which a launch can begin while the one before it runs.
 PROGRAMMATIC = ("sm_90a", "sm_100a", "sm_120a")
+NO_CLUSTERS = ("sm_80", "sm_89")
 #: Of the kernel: warps that share K, bytes of K a step.
 WARPS, STEP_BYTES = 8, 128
 _TILE_ROWS = 16
@@ -23,19 +24,28 @@ def token_tiles(tokens: int) -> int:
     return -(-tokens // 8)
 
 
-def _fixed_bytes(tokens: int, depth: int, itemsize: int, *, norm: bool) -> int:
-    """Bytes of shared memory besides the ring: sums of two tiles, squares, gamma, n."""
+def _fixed_bytes(tokens: int, depth: int, itemsize: int, *, norm: bool, split: int = 1) -> int:
+    """Bytes of shared memory besides the ring and inboxes: sums of two tiles, squares, gamma, n."""
     slots = tokens if token_tiles(tokens) == 1 else 16
-    rounds = WARPS * STEP_BYTES // itemsize  # elements of K that all warps take at a time
-    padded = -(-depth // rounds) * rounds
+    together = split * WARPS * STEP_BYTES // itemsize  # elements of K that all warps take at a time
+    padded = -(-depth // together) * together // split
     parts = 2 * WARPS * slots * _PART_PITCH * 4
     squares_and_gamma = WARPS * token_tiles(tokens) * 8 * 4 + 2 * padded if norm else 0
     return parts + squares_and_gamma + 2 * padded * slots
 
 
-def stages(tokens: int, depth: int, itemsize: int, device: DeviceInfo, *, norm: bool) -> int:
-    """Steps that a lane has under way; 0 if x leaves no room.  itemsize: of w."""
-    fixed = _fixed_bytes(tokens, depth, itemsize, norm=norm)
+def stages(
+    tokens: int,
+    depth: int,
+    itemsize: int,
+    device: DeviceInfo,
+    *,
+    norm: bool,
+    split: int = 1,
+    inboxes: int = 0,
+) -> int:
+    """Steps that a lane has under way; 0 if x leaves no room.  itemsize: of w.  inboxes: bytes."""
+    fixed = _fixed_bytes(tokens, depth, itemsize, norm=norm, split=split) + inboxes
     room = device.shared_memory_per_block - fixed
     beside = (device.shared_memory_per_block + _RESERVED) // 2 - _RESERVED - fixed
     if beside >= _FEW_STAGES * _STAGE_BYTES:
@@ -44,25 +54,39 @@ def stages(tokens: int, depth: int, itemsize: int, device: DeviceInfo, *, norm: 
     return found if found >= _LEAST_STAGES else 0
 
 
-def shared_memory(tokens: int, depth: int, itemsize: int, ring: int, *, norm: bool) -> int:
+def shared_memory(
+    tokens: int, depth: int, itemsize: int, ring: int, *, norm: bool, split: int = 1, inboxes: int = 0
+) -> int:
     """Bytes of dynamic shared memory.  ring: its stages."""
-    return ring * _STAGE_BYTES + _fixed_bytes(tokens, depth, itemsize, norm=norm)
+    return ring * _STAGE_BYTES + _fixed_bytes(tokens, depth, itemsize, norm=norm, split=split) + inboxes
 
 
-def blocks(tiles: int, device: DeviceInfo) -> int:
-    """One block an SM; each takes its tiles in turn."""
-    return max(1, min(tiles, device.sm_count))
+def inboxes(tokens: int, tiles: int, clusters: int, split: int) -> tuple[int, int]:
+    """Tiles that a block of a cluster may finish, and the bytes of what it is sent for them."""
+    if split == 1:
+        return 0, 0
+    led = (tiles + clusters * split - 1) // (clusters * split)
+    return led, led * ((split - 1) * tokens * _TILE_ROWS * 4 + 8)
 
 
-def obstacles(tokens: int, depth: int, itemsize: int, device: DeviceInfo, *, norm: bool) -> list[str]:
+def clusters(tiles: int, device: DeviceInfo, split: int = 1) -> int:
+    """Clusters of `split` blocks, one block an SM; each takes its tiles in turn."""
+    return max(1, min(tiles, device.sm_count // split))
+
+
+def obstacles(
+    tokens: int, depth: int, itemsize: int, device: DeviceInfo, *, norm: bool, split: int = 1
+) -> list[str]:
     """Why a product of these extents cannot be computed by the kernel; none where it can."""
     found = []
     if not 1 <= tokens <= MAX_TOKENS:
         found.append(f"{tokens} tokens, not 1 to {MAX_TOKENS}")
-    elif not stages(tokens, depth, itemsize, device, norm=norm):
+    elif not stages(tokens, depth, itemsize, device, norm=norm, split=split):
         found.append(
             f"{tokens} rows of {depth} do not fit into {device.shared_memory_per_block} bytes of shared memory"
         )
+    if split > 1 and (norm or device.arch in NO_CLUSTERS):
+        found.append(f"a cluster of {split} shares K, which takes sm_90 and no norm")
     unit = 16 // itemsize
     if depth % unit or not depth:
         found.append(f"K is {depth}, no multiple of {unit}")

@@ -22,7 +22,7 @@ from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.plan import ArgumentValue, NullPointer, Step
 
-_PARAMS = "P" * 7 + "i" * 3 + "f" + "q" * 6
+_PARAMS = "P" * 7 + "i" * 4 + "f" + "q" * 6
 _SCALE_BLOCK = 128
 
 
@@ -35,10 +35,12 @@ class Norm(NamedTuple):
 
 def decode_obstacles(
     x: Operand, w: Operand, y: Operand, device: DeviceInfo, *, norm: Norm | None = None, gated: bool = False,
-    scales: Operand | None = None,
+    scales: Operand | None = None, split: int = 1,
 ) -> list[str]:  # fmt: skip
     """Why the kernel cannot compute a product; none where it can.  x, y: [tokens, ..]; w: [rows, K]."""
-    found = heuristics.obstacles(x.shape[0], x.shape[1], w.dtype.itemsize, device, norm=norm is not None)
+    found = heuristics.obstacles(
+        x.shape[0], x.shape[1], w.dtype.itemsize, device, norm=norm is not None, split=split
+    )
     if x.dtype not in (dtypes.f16, dtypes.bf16) or w.dtype not in (x.dtype, dtypes.e4m3):
         found.append(f"x is {x.dtype} and w is {w.dtype}, not both f16 or bf16, or w e4m3")
     blocks = tuple(-(-extent // _SCALE_BLOCK) for extent in w.shape)
@@ -62,40 +64,44 @@ def decode_obstacles(
 def plan_linear_decode(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
     norm: Norm | None = None, activation: str | None = None, gated: bool = False, scales: Operand | None = None,
-    stages: int | None = None, prefetch: int = 0, ahead: int = 0,
+    stages: int | None = None, prefetch: int = 0, ahead: int = 0, split: int = 1,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
 
     scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
     stages: of the ring of w; None: as many as serve.  prefetch: bytes that L2 is told to fetch around 16.
     ahead: tiles of a block that L2 is asked for at once, before the launch ahead has ended (sm_90 and later).
+    split: blocks of a cluster that share K (sm_90 and later, no norm).
     w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
     """
-    obstacles = decode_obstacles(x, w, y, device, norm=norm, gated=gated, scales=scales)
+    obstacles = decode_obstacles(x, w, y, device, norm=norm, gated=gated, scales=scales, split=split)
     if obstacles:
         raise UnsupportedError("linear of few tokens", obstacles, "rms_norm, linear and gated_linear")
     tokens, depth = x.shape
     columns = y.shape[1]
     itemsize, normed = w.dtype.itemsize, norm is not None
-    ring = stages or heuristics.stages(tokens, depth, itemsize, device, norm=normed)
+    tiles = -(-columns // (8 if gated else 16))
+    clusters = heuristics.clusters(tiles, device, split)
+    led, inboxes = heuristics.inboxes(tokens, tiles, clusters, split)
+    ring = stages or heuristics.stages(
+        tokens, depth, itemsize, device, norm=normed, split=split, inboxes=inboxes
+    )
     kernel = decode_kernel(
         x.dtype, device.arch, tokens, ring, bias=None if bias is None else bias.dtype, norm=normed, gated=gated,
         activation=activation, residual=residual is not None, codes=w.dtype == dtypes.e4m3,
-        split_blocks=gated and columns % 8 != 0, prefetch=prefetch, ahead=ahead,
+        split_blocks=gated and columns % 8 != 0, prefetch=prefetch, ahead=ahead, split=split,
     )  # fmt: skip
-    tiles = -(-columns // (8 if gated else 16))
-    blocks = heuristics.blocks(tiles, device)
     arguments: tuple[ArgumentValue, ...] = (
         x, w, scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
-        norm.gamma if norm else NullPointer(), tokens, columns, depth,
+        norm.gamma if norm else NullPointer(), tokens, columns, depth, led,
         norm.eps if norm else 0.0, x.strides[0], w.strides[0], scales.strides[0] if scales else 0,
         bias.strides[0] if bias else 0, residual.strides[0] if residual else 0, y.strides[0],
     )  # fmt: skip
     step = Step(
-        kernel, (blocks, 1, 1), (heuristics.WARPS * 32, 1, 1), arguments,
-        smem=heuristics.shared_memory(tokens, depth, itemsize, ring, norm=normed),
-        programmatic=bool(kernel.constant("kProgrammatic")),
-        reason=f"{tokens} x {depth} by {w.shape[0]}: few tokens, {tiles} tiles on {blocks} blocks, {ring} stages",
+        kernel, (clusters * split, 1, 1), (heuristics.WARPS * 32, 1, 1), arguments,
+        smem=heuristics.shared_memory(tokens, depth, itemsize, ring, norm=normed, split=split, inboxes=inboxes),
+        cluster=(split, 1, 1), programmatic=bool(kernel.constant("kProgrammatic")),
+        reason=f"{tokens} x {depth} by {w.shape[0]}: {tiles} tiles, {clusters} x {split} blocks of {ring} stages",
     )  # fmt: skip
     return (step,)
 
@@ -103,7 +109,7 @@ def plan_linear_decode(
 def decode_kernel(
     dtype: DType, arch: str, tokens: int, stages: int, *, bias: DType | None = None, norm: bool = False,
     gated: bool = False, activation: str | None = None, residual: bool = False, codes: bool = False,
-    split_blocks: bool = False, prefetch: int = 0, ahead: int = 0,
+    split_blocks: bool = False, prefetch: int = 0, ahead: int = 0, split: int = 1,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration.  split_blocks: a tile's ups may have two blocks of scales."""
     programmatic = arch in heuristics.PROGRAMMATIC
@@ -111,7 +117,7 @@ def decode_kernel(
         "gemm/skinny/decode.cu", "linear_decode", _PARAMS,
         archs=heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES, max_registers=128, Element=dtype,
         Bias=bias or dtype, Code=dtypes.e4m3 if codes else dtype, kTokenTiles=heuristics.token_tiles(tokens),
-        kStages=stages, kPrefetch=prefetch, kAhead=ahead, kSplitBlocks=codes and split_blocks, kNorm=norm,
+        kStages=stages, kPrefetch=prefetch, kAhead=ahead, kSplit=split, kSplitBlocks=codes and split_blocks, kNorm=norm,
         kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
         kProgrammatic=programmatic,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from cki.engine.device_memory import DeviceTensors
 from cki.engine.program import StepProgram
 from cki.engine.quantized import QuantizedWeight, dequantize_blocks, quantize_blocks
 from cki.errors import UnsupportedError
+from cki.heuristics.linear_decode import NO_CLUSTERS
 from cki.operand import dense
 from cki.ops.linear_decode import Norm, plan_linear_decode
 from cki.plan import Plan
@@ -41,6 +42,7 @@ class Case:
     residual: bool = False
     sm_count: int = 2
     codes: bool = False
+    split: int = 1
 
 
 def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
@@ -85,6 +87,8 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
 
 
 def run(case: Case, arrays, device) -> np.ndarray:
+    if case.split > 1 and device.arch in NO_CLUSTERS:
+        pytest.skip("clusters need sm_90")
     specs = [(name, values.shape, dtypes.from_numpy(values.dtype)) for name, values in arrays.items()]
     memory = DeviceTensors(device, specs)
     for name, values in arrays.items():
@@ -95,6 +99,7 @@ def run(case: Case, arrays, device) -> np.ndarray:
         operands["x"], operands["w"], operands.get("bias"), operands["y"] if case.residual else None, operands["y"],
         dataclasses.replace(device, sm_count=case.sm_count), activation=case.activation, gated=case.gated,
         norm=Norm(operands["gamma"], EPSILON) if case.norm else None, scales=operands.get("scales"),
+        split=case.split,
     )  # fmt: skip
     assert len(steps) == 1
     StepProgram(Plan(steps), device, dict(memory.items())).launch(0)
@@ -110,6 +115,8 @@ CASES = [
     Case(12, 272, 140, norm=True, gated=True, activation="silu", bias=BF16, codes=True, sm_count=5),
     Case(5, 1040, 33, F16, residual=True, codes=True),
     Case(2, 33808, 9, codes=True, sm_count=1),  # more than 32 rounds of scales
+    Case(3, 1200, 130, residual=True, codes=True, sm_count=6, split=2),
+    Case(9, 600, 75, F16, activation="relu", bias=F32, sm_count=4, split=4),
     Case(8, 192, 21, F16, norm=True, gated=True, activation="silu", codes=True, sm_count=1),
 ]
 

@@ -27,12 +27,16 @@
 // Sums.    fp32: the tensor core's over a warp's part of K, then the 8 warps' in a fixed order through shared memory. A row's
 //          result depends on nothing but that row, whatever M and the grid are.
 //
+// Long K. x's part is kept small by a cluster: its kSplit blocks take a tile together, 8 kSplit warps share K, and the blocks in
+//          turn finish a tile, with the sums that the others store in their memory (st.async).
+//
 // w, scales and gamma are read before the launch before has ended, so that one must not write them.
 // Rows begin at multiples of 16 bytes; K is a multiple of 8, of 16 with codes. Strides in elements.
 //
-// Grid: (blocks). Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kTokenTiles (1 or 2, of 8 tokens), kStages,
-//   kPrefetch (cp_async's hint: 0, 128, 256), kAhead (tiles that L2 is asked for at once, sm_90), Code (Element or cki::e4m3), kSplitBlocks (gates of codes, N no multiple of 8), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
-// Dynamic shared memory: rings, parts of two tiles, squares (kNorm), gamma (kNorm) and n in whole steps of all warps.
+// Grid: (blocks), in clusters of kSplit. Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kTokenTiles (1 or 2, of 8 tokens), kStages,
+//   kPrefetch (cp_async's hint: 0, 128, 256), kAhead (tiles that L2 is asked for at once, sm_90),
+//   kSplit (blocks of a cluster; more than 1: sm_90, not kNorm), Code (Element or cki::e4m3), kSplitBlocks (gates of codes, N no multiple of 8), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
+// Dynamic shared memory: rings, parts of two tiles, squares (kNorm), gamma (kNorm), n in whole steps of all warps, `slots_led` inboxes.
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
@@ -41,8 +45,10 @@
 #include "gemm/fragments.cuh"
 #include "gemm/skinny/decode_operand.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 
 using namespace cki;
@@ -55,10 +61,12 @@ constexpr bool kScaleSums = kNorm && gemm::IsBf16<Element>::kValue;  // by 1 / r
 constexpr bool kPaired = kTokenTiles == 2;
 constexpr int kChunk = Operand::kChunk;
 constexpr int kStepK = 8 * kChunk;            // elements of K that a warp takes at a time: 128 bytes of w
-constexpr int kRoundK = kWarps * kStepK;      // all warps
+constexpr int kRoundK = kSplit * kWarps * kStepK;  // all warps
 constexpr int kScaleBlock = 128;
 constexpr int kTileRows = 16;                  // of w
 constexpr int kTileColumns = kGated ? 8 : 16;  // of y
+constexpr int kQuads = kTileColumns / 4;
+static_assert(kSplit == 1 || !kNorm, "squares are not exchanged");
 constexpr int kTokens = kTokenTiles * 8;
 constexpr int kPartPitch = 24;                 // floats of a token's sums: eight tokens' in different banks
 constexpr int kStageBytes = 4 * 32 * 16;       // of a warp
@@ -70,6 +78,7 @@ constexpr int kPieces = kChunk / 8;
 constexpr int kPlanes = 2 * kPieces;
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ __forceinline__ int tiles_a_turn() { return static_cast<int>(gridDim.x) / kSplit; }
 
 // Where a lane's ring is filled next: a step of the two rows of a tile that are its own.
 struct Cursor {
@@ -78,13 +87,13 @@ struct Cursor {
   int column;           // of y, that the upper row belongs to
   int k;
 
-  __device__ __forceinline__ Cursor(const Code* w, i64 stride, int columns, int warp) {
+  __device__ __forceinline__ Cursor(const Code* w, i64 stride, int tile, int columns, int warp) {
     const int row = lane() / 4;
-    column = static_cast<int>(blockIdx.x) * kTileColumns + row;
+    column = tile * kTileColumns + row;
     k = warp * kStepK + lane() % 4 * kChunk;
     rows[0] = w + column * stride + k;
     rows[1] = rows[0] + (kGated ? columns : 8) * stride;
-    row_step = static_cast<i64>(gridDim.x) * kTileColumns * stride;
+    row_step = static_cast<i64>(tiles_a_turn()) * kTileColumns * stride;
   }
 
   // Asks for a step, and goes on to the next; behind the last, `end` in K, to this block's next tile.
@@ -106,7 +115,7 @@ struct Cursor {
     rows[1] += on;
     if (!in_tile) {
       k -= end;
-      column += static_cast<int>(gridDim.x) * kTileColumns;
+      column += tiles_a_turn() * kTileColumns;
     }
   }
 };
@@ -115,7 +124,7 @@ struct Cursor {
 template <int kTiles>
 __device__ __forceinline__ void fetch_ahead(const Code* w, i64 stride, int tile, int warp, int columns, int depth) {
   for (int i = warp; i < kTiles * kTileRows; i += kWarps) {
-    const int row = i % kTileRows, first = (tile + i / kTileRows * static_cast<int>(gridDim.x)) * kTileColumns;
+    const int row = i % kTileRows, first = (tile + i / kTileRows * tiles_a_turn()) * kTileColumns;
     const int column = first + (kGated ? row % 8 : row);
     if (column < columns)
       ptx::bulk_prefetch_l2(w + (column + (kGated && row >= 8 ? columns : 0)) * stride, static_cast<u32>(depth * sizeof(Code)));
@@ -129,7 +138,7 @@ __device__ __forceinline__ void for_each_piece(int warp, int rounds, int slots, 
   for (int i = lane(); i < rounds * kOfStep; i += 32) {
     const int round = i / kOfStep, piece = i % kOfStep;
     const int plane = piece / (4 * kPieces) * kPieces + piece % kPieces;
-    visit((round * kWarps + warp) * kStepK + piece * 8, (round * kPlanes + plane) * slots * 4 + piece / kPieces % 4);
+    visit((round * (kSplit * kWarps) + warp) * kStepK + piece * 8, (round * kPlanes + plane) * slots * 4 + piece / kPieces % 4);
   }
 }
 
@@ -209,6 +218,59 @@ __device__ __forceinline__ void arrange_rows(uint4* n, const Element* gamma, flo
   }
 }
 
+__device__ __forceinline__ void add(float4& sum, const float4& other) {
+  sum.x += other.x;
+  sum.y += other.y;
+  sum.z += other.z;
+  sum.w += other.w;
+}
+__device__ __forceinline__ float component(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// In a cluster: what the other blocks add to the tiles that this one finishes, a slot each. Nothing is used twice, so nobody
+// waits to send.
+struct Inbox {
+  float4* entries;  // [slot][block but this one][token][quads of 16 rows]
+  u64* arrived;     // [slot]
+  int tokens;
+
+  __device__ __forceinline__ Inbox(float4* first, int slots, int tokens)
+      : entries(first), arrived(reinterpret_cast<u64*>(first + slots * (kSplit - 1) * tokens * 4)), tokens(tokens) {}
+
+  __device__ __forceinline__ float4* entry(int slot, int from, int token, int quad) const {
+    return entries + ((slot * (kSplit - 1) + from) * tokens + token) * 4 + quad;
+  }
+  // used: slots that will be. Before anything is sent, the cluster must wait.
+  __device__ __forceinline__ void begin(int used) const {
+    for (int slot = static_cast<int>(threadIdx.x); slot < used; slot += kThreads) ptx::mbarrier_init(arrived + slot, 1);
+    ptx::fence_mbarrier_init();
+    for (int slot = static_cast<int>(threadIdx.x); slot < used; slot += kThreads)
+      ptx::mbarrier_arrive_expect_tx(arrived + slot, static_cast<u32>((kSplit - 1) * tokens * 64));
+    ptx::cluster_arrive();
+  }
+  template <int N>
+  __device__ __forceinline__ void send(const float4 (&sums)[N], int slot, int rank, int to, int token) const {
+    const u32 barrier = ptx::map_shared_rank(arrived + slot, static_cast<u32>(to));
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      float4* place = entry(slot, rank - (rank > to), token, static_cast<int>(threadIdx.x) % kQuads + i * 2);
+      ptx::store_async_cluster_f32x4(ptx::map_shared_rank(place, static_cast<u32>(to)), sums[i], barrier);
+    }
+  }
+  // Adds all blocks' sums in the order of their ranks.
+  template <int N>
+  __device__ __forceinline__ void complete(float4 (&sums)[N], int slot, int rank, int token) const {
+    ptx::mbarrier_wait_parity(arrived + slot, 0);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float4 own = sums[i];
+      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int block = 0; block < kSplit; ++block)
+        add(sums[i], block == rank ? own : *entry(slot, block - (block > rank), token, static_cast<int>(threadIdx.x) % kQuads + i * 2));
+    }
+  }
+};
+
 // Of a tile, in one warp: [8 rows of w][product of a pair].
 using Sums = float[2][2][4];
 
@@ -269,20 +331,26 @@ struct Scales {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     linear_decode(const Element* x, const Code* w, const float* scales, const Bias* bias, const Element* residual, Element* y,
-                  const Element* gamma, int tokens, int columns, int depth, float epsilon, i64 x_stride, i64 w_stride,
-                  i64 scale_stride, i64 bias_stride, i64 residual_stride, i64 y_stride) {
+                  const Element* gamma, int tokens, int columns, int depth, int slots_led, float epsilon, i64 x_stride,
+                  i64 w_stride, i64 scale_stride, i64 bias_stride, i64 residual_stride, i64 y_stride) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);  // uniform, and the compiler knows
+  const int own_warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);  // uniform, and the compiler knows
+  int rank = 0;
+  if constexpr (kSplit > 1) rank = static_cast<int>(ptx::cluster_cta_rank());
+  const int warp = rank * kWarps + own_warp;  // of those that share K
   const int rounds = (depth + kRoundK - 1) / kRoundK, end = rounds * kRoundK;
   const int slots = kPaired ? 16 : tokens;
   const int part_floats = slots * kPartPitch;  // a warp's sums of a tile
   float* parts = reinterpret_cast<float*>(shared + kRingBytes);
   float* squares = parts + 2 * kWarps * part_floats;
   Element* factors = reinterpret_cast<Element*>(squares + kSquares);
-  uint4* n = reinterpret_cast<uint4*>(factors + (kNorm ? end : 0)) + warp * rounds * kPlanes * slots * 4;
-  unsigned char* ring = shared + warp * (kStages * kStageBytes) + lane() * 16;
+  uint4* n = reinterpret_cast<uint4*>(factors + (kNorm ? end : 0)) + own_warp * rounds * kPlanes * slots * 4;
+  unsigned char* ring = shared + own_warp * (kStages * kStageBytes) + lane() * 16;
+  const Inbox inbox(reinterpret_cast<float4*>(factors + (kNorm ? end : 0)) + kWarps * rounds * kPlanes * slots * 4, slots_led,
+                    tokens);
 
-  Cursor next(w, w_stride, columns, warp);
+  int tile = static_cast<int>(blockIdx.x) / kSplit;
+  Cursor next(w, w_stride, tile, columns, warp);
   if constexpr (kNorm) {
     for_each_piece(warp, rounds, 1, [&](int k, int) {
       ptx::cp_async<16>(factors + k, k < depth ? gamma + k : gamma, k < depth ? 16 : 0);
@@ -290,11 +358,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   }
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) next.fetch(ring + stage * kStageBytes, columns, depth, end);
-  int tile = static_cast<int>(blockIdx.x);
   Scales own, ahead;
   if constexpr (kScaled) own.load(scales, scale_stride, tile, 0, warp, columns, depth);
   if constexpr (kAhead > 0) {
     if (lane() == 0) fetch_ahead<kAhead>(w, w_stride, tile, warp, columns, depth);
+  }
+  const int tiles = (columns + kTileColumns - 1) / kTileColumns;
+  if constexpr (kSplit > 1) {
+    const int in_turns = (tiles - tile + tiles_a_turn() - 1) / tiles_a_turn();
+    inbox.begin((in_turns - rank + kSplit - 1) / kSplit);
   }
   if constexpr (kProgrammatic) {
     ptx::griddepcontrol_launch_dependents();
@@ -313,20 +385,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   arrange_rows(n, factors, squares, warp, rounds, tokens, depth, epsilon);
   __syncwarp();
 
+  if constexpr (kSplit > 1) ptx::cluster_wait();
   const uint4* from = n + min(lane() / 4, kPaired ? 7 : tokens - 1) * 4 + lane() % 4;
-  // The one element of each tile that this thread finishes.
-  const int column = static_cast<int>(threadIdx.x) % kTileColumns;
-  const int token = static_cast<int>(threadIdx.x) / kTileColumns;
-  const int tiles = (columns + kTileColumns - 1) / kTileColumns;
-  int turn = 0, stage = 0;
-  for (; tile < tiles; tile += static_cast<int>(gridDim.x)) {
-    const int y_column = tile * kTileColumns + column;
-    const bool finishes = token < tokens && y_column < columns;
-    float addend = 0.0f;
+  // What this thread finishes of each tile: four columns of a token.
+  const int column = static_cast<int>(threadIdx.x) % kQuads * 4;
+  const int token = static_cast<int>(threadIdx.x) / kQuads;
+  int done = 0, stage = 0;
+  for (; tile < tiles; tile += tiles_a_turn()) {
+    const int y_column = tile * kTileColumns + column, turn = done % 2;
+    const bool finishes = kSplit == 1 || done % kSplit == rank;
+    const int count = token < tokens ? min(columns - y_column, 4) : 0;
+    float addend[4] = {};
     if constexpr (kHasResidual) {
-      if (finishes) addend = to_float(residual[token * residual_stride + y_column]);
+      if (finishes) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i < count) addend[i] = to_float(residual[token * residual_stride + y_column + i]);
+        }
+      }
     }
-    if constexpr (kScaled) ahead.load(scales, scale_stride, tile + static_cast<int>(gridDim.x), 0, warp, columns, depth);
+    if constexpr (kScaled) ahead.load(scales, scale_stride, tile + tiles_a_turn(), 0, warp, columns, depth);
     Sums sums = {};
     float scaled[2][4] = {};  // kScaled: of codes' sums
 #pragma unroll 1
@@ -358,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     if constexpr (kScaled) own = ahead;
-    float* part = parts + (turn * kWarps + warp) * part_floats + lane() / 4 * kPartPitch + lane() % 4 * 2;
+    float* part = parts + (turn * kWarps + own_warp) * part_floats + lane() / 4 * kPartPitch + lane() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -369,24 +447,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       }
     }
     __syncthreads();  // and whoever reads the other turn's parts has read them when all meet here the next time
-    if (finishes) {
-      const float* of_token = parts + turn * kWarps * part_floats + token * kPartPitch;
+    if (token < tokens) {
+      const float4* of_token = reinterpret_cast<const float4*>(parts + turn * kWarps * part_floats + token * kPartPitch);
       float factor = Operand::kFactor;
       if constexpr (kScaleSums) factor *= row_scale(squares, token, depth, epsilon);
-      const auto total = [&](int row) {
-        float value = 0.0f;
+      float4 totals[kGated ? 2 : 1];
 #pragma unroll
-        for (int p = 0; p < kWarps; ++p) value += of_token[p * part_floats + row];
-        return value * factor;
-      };
-      const auto biased = [&](int row, int at) {
-        return kHasBias ? total(row) + to_float(bias[at * bias_stride]) : total(row);
-      };
-      float value = gemm::activate<static_cast<gemm::Activation>(kActivation)>(biased(column, y_column));
-      if constexpr (kGated) value *= biased(column + 8, columns + y_column);
-      y[token * y_stride + y_column] = from_float<Element>(value + addend);
+      for (int i = 0; i < (kGated ? 2 : 1); ++i) {
+        totals[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int p = 0; p < kWarps; ++p) add(totals[i], of_token[p * (part_floats / 4) + column / 4 + i * 2]);
+      }
+      if constexpr (kSplit > 1) {
+        if (finishes) {
+          inbox.complete(totals, done / kSplit, rank, token);
+        } else {
+          inbox.send(totals, done / kSplit, rank, done % kSplit, token);
+        }
+      }
+      if (finishes) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i >= count) break;
+          const auto biased = [&](const float4& total, int at) {
+            return component(total, i) * factor + (kHasBias ? to_float(bias[at * bias_stride]) : 0.0f);
+          };
+          float value = gemm::activate<static_cast<gemm::Activation>(kActivation)>(biased(totals[0], y_column + i));
+          if constexpr (kGated) value *= biased(totals[kGated ? 1 : 0], columns + y_column + i);
+          y[token * y_stride + y_column + i] = from_float<Element>(value + addend[i]);
+        }
+      }
     }
-    turn ^= 1;
+    ++done;
   }
   ptx::cp_async_wait_all();
 }
