@@ -64,7 +64,7 @@ constexpr int kStepK = 8 * kChunk;            // elements of K that a warp takes
 constexpr int kRoundK = kSplit * kWarps * kStepK;  // all warps
 constexpr int kScaleBlock = 128;
 constexpr int kTileRows = 16;                  // of w
-constexpr int kTileColumns = kGated ? 8 : 16;  // of y
+constexpr int kTileColumns = kGated ? kTileRows / 2 : kTileRows;  // of y
 constexpr int kQuads = kTileColumns / 4;
 static_assert(kSplit == 1 || !kNorm, "squares are not exchanged");
 constexpr int kTokens = kTokenTiles * 8;
@@ -228,23 +228,24 @@ __device__ __forceinline__ float component(const float4& v, int i) { return i ==
 
 // In a cluster: what the other blocks add to the tiles that this one finishes, a slot each. Nothing is used twice, so nobody
 // waits to send.
-struct Inbox {
+template <int kBlocks>
+struct ClusterInbox {
   float4* entries;  // [slot][block but this one][token][quads of 16 rows]
   u64* arrived;     // [slot]
   int tokens;
 
-  __device__ __forceinline__ Inbox(float4* first, int slots, int tokens)
-      : entries(first), arrived(reinterpret_cast<u64*>(first + slots * (kSplit - 1) * tokens * 4)), tokens(tokens) {}
+  __device__ __forceinline__ ClusterInbox(float4* first, int slots, int tokens)
+      : entries(first), arrived(reinterpret_cast<u64*>(first + slots * (kBlocks - 1) * tokens * 4)), tokens(tokens) {}
 
   __device__ __forceinline__ float4* entry(int slot, int from, int token, int quad) const {
-    return entries + ((slot * (kSplit - 1) + from) * tokens + token) * 4 + quad;
+    return entries + ((slot * (kBlocks - 1) + from) * tokens + token) * 4 + quad;
   }
   // used: slots that will be. Before anything is sent, the cluster must wait.
   __device__ __forceinline__ void begin(int used) const {
     for (int slot = static_cast<int>(threadIdx.x); slot < used; slot += kThreads) ptx::mbarrier_init(arrived + slot, 1);
     ptx::fence_mbarrier_init();
     for (int slot = static_cast<int>(threadIdx.x); slot < used; slot += kThreads)
-      ptx::mbarrier_arrive_expect_tx(arrived + slot, static_cast<u32>((kSplit - 1) * tokens * 64));
+      ptx::mbarrier_arrive_expect_tx(arrived + slot, static_cast<u32>((kBlocks - 1) * tokens * 64));
     ptx::cluster_arrive();
   }
   template <int N>
@@ -265,11 +266,13 @@ struct Inbox {
       const float4 own = sums[i];
       sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-      for (int block = 0; block < kSplit; ++block)
+      for (int block = 0; block < kBlocks; ++block)
         add(sums[i], block == rank ? own : *entry(slot, block - (block > rank), token, static_cast<int>(threadIdx.x) % kQuads + i * 2));
     }
   }
 };
+
+using Inbox = ClusterInbox<kSplit>;
 
 // Of a tile, in one warp: [8 rows of w][product of a pair].
 using Sums = float[2][2][4];
