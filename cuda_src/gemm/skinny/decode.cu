@@ -18,10 +18,10 @@
 // w.       Each lane has a ring of its own in shared memory (cp.async), from which it reads what it has copied: 16 bytes of a
 //          row, two rows and two places a step. kStages steps are under way, also beyond the end of a tile. (Through
 //          registers the compiler moved the loads of several steps together, behind the products of the last: memory idled.)
-// Product. y^T's rows are tokens, its columns 8 rows of w, so a lane's 16 bytes of w are two right operands as they come, and codes
-//          become operands once for all tokens. Up to 8 tokens the operand's lower 8 rows hold the same tokens' other
-//          elements, which belong to the second product: of two products by one operand, the one's upper rows of the result
-//          count and the other's lower rows.
+// Product. Its rows are tokens, its columns 8 rows of w: a lane's 16 bytes of w are two right operands as they come, and codes
+//          become operands once for all tokens. Up to 8 tokens, the left operand's lower 8 rows hold the same tokens' other
+//          elements, those of the second right operand: of two products by one left operand, the upper rows count of one,
+//          the lower rows of the other.
 // n.       1 / rms(x) is a factor of a whole row: it is applied to the sums (bf16), or before (f16, which x times gamma might
 //          not fit). Rounded once.
 // Sums.    fp32: the tensor core's over a warp's part of K, then the 8 warps' in a fixed order through shared memory. A row's
@@ -33,10 +33,12 @@
 // w, scales and gamma are read before the launch before has ended, so that one must not write them.
 // Rows begin at multiples of 16 bytes; K is a multiple of 8, of 16 with codes. Strides in elements.
 //
-// Grid: (blocks), in clusters of kSplit. Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kTokenTiles (1 or 2, of 8 tokens), kStages,
-//   kPrefetch (cp_async's hint: 0, 128, 256), kAhead (tiles that L2 is asked for at once, sm_90),
-//   kSplit (blocks of a cluster; more than 1: sm_90, not kNorm), Code (Element or cki::e4m3), kSplitBlocks (gates of codes, N no multiple of 8), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
-// Dynamic shared memory: rings, parts of two tiles, squares (kNorm), gamma (kNorm), n in whole steps of all warps, `slots_led` inboxes.
+// Grid: (blocks), in clusters of kSplit. Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), Code (Element or
+//   cki::e4m3), kTokenTiles (1 or 2, of 8 tokens), kStages, kPrefetch (cp_async's hint: 0, 128, 256), kAhead (tiles that L2 is
+//   asked for at once, sm_90), kSplit (more than 1: sm_90, not kNorm), kSplitBlocks (gates of codes, N no multiple of 8),
+//   kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
+// Dynamic shared memory: rings, parts of two tiles, squares (kNorm), gamma (kNorm), n in whole steps of all warps, `slots_led`
+//   inboxes (kSplit > 1).
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
@@ -240,6 +242,9 @@ struct ClusterInbox {
   __device__ __forceinline__ float4* entry(int slot, int from, int token, int quad) const {
     return entries + ((slot * (kBlocks - 1) + from) * tokens + token) * 4 + quad;
   }
+  // Of this thread's columns, i: gates and ups.
+  static __device__ __forceinline__ int quad(int i) { return static_cast<int>(threadIdx.x) % kQuads + i * 2; }
+
   // used: slots that will be. Before anything is sent, the cluster must wait.
   __device__ __forceinline__ void begin(int used) const {
     for (int slot = static_cast<int>(threadIdx.x); slot < used; slot += kThreads) ptx::mbarrier_init(arrived + slot, 1);
@@ -253,7 +258,7 @@ struct ClusterInbox {
     const u32 barrier = ptx::map_shared_rank(arrived + slot, static_cast<u32>(to));
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      float4* place = entry(slot, rank - (rank > to), token, static_cast<int>(threadIdx.x) % kQuads + i * 2);
+      float4* place = entry(slot, rank - (rank > to), token, quad(i));
       ptx::store_async_cluster_f32x4(ptx::map_shared_rank(place, static_cast<u32>(to)), sums[i], barrier);
     }
   }
@@ -267,7 +272,7 @@ struct ClusterInbox {
       sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block)
-        add(sums[i], block == rank ? own : *entry(slot, block - (block > rank), token, static_cast<int>(threadIdx.x) % kQuads + i * 2));
+        add(sums[i], block == rank ? own : *entry(slot, block - (block > rank), token, quad(i)));
     }
   }
 };
