@@ -13,7 +13,7 @@ from cki import config, dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
-from cki.heuristics.paged import append_blocks_per_token
+from cki.heuristics.paged import SERIAL_ARCHS, append_blocks_per_token
 from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.cache_arguments import cache_tensors, imported
@@ -155,8 +155,10 @@ def plan_append_kv(
     num_slots, block_size = (
         (0, 1) if k_cache is None else (k_cache.shape[0] * k_cache.shape[1], max(k_cache.shape[1], 1))
     )
+    programmatic = device.arch not in SERIAL_ARCHS
     kernel = kernel_spec(
-        "kv/append_kv.cu", "append_kv", _PARAMS, max_registers=96, archs=ARCHITECTURES[1:] if fp8 else ARCHITECTURES,
+        "kv/append_kv.cu", "append_kv", _PARAMS, max_registers=96,
+        archs=tuple(a for a in ARCHITECTURES[1 if fp8 else 0 :] if (a in SERIAL_ARCHS) != programmatic),
         Element=first.dtype, CacheElement=cache_dtype, SlotIndex=dtypes.i64 if slots is None else slots.dtype,
         PositionIndex=dtypes.i64 if positions is None else positions.dtype,
         NormWeight=first.dtype if norm_weight is None else norm_weight.dtype,
@@ -168,6 +170,7 @@ def plan_append_kv(
         kVectorStores=_vectors([t for t in (q_out, k_cache, v_cache) if t is not None]),
         kVectorWeights=_vectors([t for t in (q_norm_weight, k_norm_weight) if t is not None]),
         kBlockShift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
+        kProgrammatic=programmatic,
     )  # fmt: skip
     pointers: tuple[ArgumentValue, ...] = tuple(
         NullPointer() if tensor is None else tensor
@@ -190,7 +193,11 @@ def plan_append_kv(
             f"append_kv: {tokens} tokens", ["a grid holds 2**31 - 1 blocks"], "fewer tokens"
         )
     reason = f"{parts} blocks a token, {_THREADS // lanes} heads at a time"
-    return (Step(kernel, (tokens, parts, 1), (_THREADS, 1, 1), arguments, reason=reason),)
+    return (
+        Step(
+            kernel, (tokens, parts, 1), (_THREADS, 1, 1), arguments, programmatic=programmatic, reason=reason
+        ),
+    )
 
 
 def _plan_append(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:

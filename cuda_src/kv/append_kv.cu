@@ -21,13 +21,14 @@
 // multiple of eight, meet through shared memory.
 //
 // A decoding step has so few rows that latencies are all its time: everything that can be loaded is asked for at once,
-// before the angles are computed.
+// before the angles are computed; and the launch may begin while the one before it ends (kProgrammatic).
 //
 // A slot below 0 or past the cache is skipped: nothing is written for it. A position outside the table turns nothing.
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
+#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 
@@ -146,9 +147,8 @@ struct TokenRow {
 extern "C" __global__ void __launch_bounds__(kThreads)
     append_kv(const Element* q, const Element* k, const Element* v, Element* q_out,
               CacheElement* k_cache, CacheElement* v_cache, float* k_scale, float* v_scale,
-              const SlotIndex* __restrict__ slots, const PositionIndex* __restrict__ positions,
-              const float* __restrict__ table, const NormWeight* __restrict__ q_weight,
-              const NormWeight* __restrict__ k_weight,                                                       //
+              const SlotIndex* slots, const PositionIndex* positions, const float* table,                   //
+              const NormWeight* q_weight, const NormWeight* k_weight,                                        //
               i64 q_token, i64 q_head, i64 q_step, i64 k_token, i64 k_head, i64 k_step,                      //
               i64 v_token, i64 v_head, i64 v_step, i64 q_out_token, i64 q_out_head, i64 q_out_step,          //
               i64 k_cache_block, i64 k_cache_token, i64 k_cache_head, i64 k_cache_step,                      //
@@ -168,6 +168,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if constexpr (kRotaryDim > 0 && !kHasTable)
     frequency = exp2(-log2_base * (2.0 * thread / kRotaryDim)) * 0.15915494309189533577;  // 1 / (2 pi)
 
+  if constexpr (kProgrammatic) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+  }
   const i64 position = kRotaryDim > 0 ? static_cast<i64>(positions[token * positions_stride]) : 0;
   const i64 slot = kHasCache ? static_cast<i64>(slots[token * slots_stride]) : -1;
   Part<Element, kVectorLoads> part_of_row;
