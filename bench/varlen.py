@@ -3,7 +3,7 @@
     python bench/varlen.py                        # all cells, about 2 minutes on an H200
     python bench/varlen.py --set ragged --tiles   # with every candidate of tiles
     python bench/varlen.py --set paged --variant stages=3   # the choice, and beside it with a field changed
-    python bench/varlen.py --set paged --block-order rising # blocks in memory as in the table
+    python bench/varlen.py --set paged --block-order rising # blocks in memory as in the table: by all kernels
 
 ragged: 32 sequences of random length 16 .. 1024, width 2048, bf16, full and causal, beside FlashAttention-3's
 `flash_attn_varlen_func` (where `flash_attn_interface` imports), the generic kernel, and the dense kernel over as many
@@ -154,6 +154,8 @@ def make_inputs(cell: Cell, seed: int) -> Inputs:
         for tensor, blocks in zip((k, v), cache):
             blocks[order] = tensor.view(blocks.shape)
         table = order.int().view(len(cell.keys), -1)
+        if not cell.shuffled:  # the dense and the packed kernel read the same memory
+            k, v = (t.view(k.shape) for t in cache)
     if cell.is_uniform:
         padded = tuple(t.reshape(len(cell.keys), -1, *t.shape[1:]) for t in (q, k, v))
     else:
@@ -181,8 +183,8 @@ def cki_call(cell: Cell, tiles: AttentionTiles | HopperTiles | None = None) -> C
     longest = max(cell.queries)
 
     def run(at: Inputs) -> Any:
-        k, v = at.cache or (at.k, at.v)
-        paged = (None, at.lengths, at.table) if at.cache else (at.key_offsets, None, None)
+        k, v = at.cache if cell.block and at.cache else (at.k, at.v)
+        paged = (None, at.lengths, at.table) if cell.block else (at.key_offsets, None, None)
         if tiles is None:
             return cki.varlen_attention(
                 at.q, k, v, at.offsets, paged[0], seq_lens=paged[1], block_table=paged[2], causal=cell.causal,
@@ -326,6 +328,8 @@ def measure(cell: Cell, all_tiles: bool, variants_asked: Sequence[str] = ()) -> 
     for name, run in ours.items():
         check(cell, run, inputs[0][0], name)
     variants = ours | {"dense": dense_call(cell)}
+    if cell.block and not cell.shuffled:
+        variants["packed"] = cki_call(dataclasses.replace(cell, block=0))
     if (fa3 := fa3_call(cell)) is not None:
         variants["fa3"] = fa3
     times = common.graph_times_in_turn(variants, inputs, rounds=20)

@@ -134,24 +134,29 @@ def value_span(value_dim: int) -> int:
 
 
 def heads_per_section(
-    kv_bytes: int, group: int, batch_heads: int, row_blocks: int, resident: int, device: DeviceInfo
-) -> int:
+    kv_bytes: int, group: int, batch_heads: int, row_blocks: int, resident: int, device: DeviceInfo,
+    is_alike: bool = False,
+) -> int:  # fmt: skip
     """(batch, head) pairs whose keys and values stay in L2 together: whole groups, all sections alike.
 
     kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  A section has
     tiles for one and a half rounds of them at least, so that in the last one long causal tiles find short ones to end
     with: a last section of fewer tiles than blocks costs half a long tile (4 % at 16 heads of 16384 tokens).
+    is_alike: all tiles have about as many keys, so that they need not.
     """
     groups = batch_heads // group
     fitting = int(device.l2_bytes * _L2_SHARE / max(kv_bytes, 1))
     even = [size for size in range(1, groups + 1) if groups % size == 0]
-    balanced = [size for size in even if 2 * size * group * row_blocks >= 3 * resident] or [groups]
+    balanced = [size for size in even if is_alike or 2 * size * group * row_blocks >= 3 * resident] or [
+        groups
+    ]
     return group * max([size for size in balanced if size <= fitting], default=balanced[0])
 
 
-#: Fewest queries for which the kernel is chosen: a tile has 64 rows at least, and fewer queries are bound by the copies
-#: of keys and values, where the generic kernel packs the heads of a KV head into one tile.
+#: Fewest queries for which the kernel is chosen whatever the number of keys: a tile has 64 rows at least.
 MIN_QUERIES = 64
+#: Up to this many queries over this many keys and more, tiles are `choose_few_rows`'s.
+FEW_QUERIES, FEW_ROWS_KEYS = 128, 256
 
 
 def _options(head_dim: int, value_dim: int, is_plain: bool) -> list[tuple[HopperTiles, float]]:
@@ -248,21 +253,24 @@ def choose_few_rows(
 
     tiles = min(options, key=modelled_time)
     assert tiles.shared_memory(head_dim, value_dim) <= device.shared_memory_per_block
-    return tiles
+    count = -(-queries // tiles.block_queries) * batch * kv_heads * group // tiles.heads
+    is_long = tiles.splits == 1 and count > device.sm_count * tiles.blocks_per_sm
+    return replace(tiles, schedule="dynamic") if is_long else tiles
 
 
 def choose_packed_tiles(
     tokens: int, sequences: int, heads: int, head_dim: int, value_dim: int, has_limits: bool, is_plain: bool,
-    device: DeviceInfo,
+    device: DeviceInfo, packed_heads: int = 1,
 ) -> HopperTiles:  # fmt: skip
     """Tiles for packed sequences, of which only the number is known: lengths are taken as spread around the mean.
 
     Half a tile of each sequence is wasted then on average.  Keys a tile depend on dimensions and features only.
+    packed_heads: of a KV head in a tile.
     """
-    options = _options(head_dim, value_dim, is_plain)
+    options = [(replace(t, heads=packed_heads), cost) for t, cost in _options(head_dim, value_dim, is_plain)]
 
     def rounds(tiles: HopperTiles) -> float:
-        return (tokens / tiles.block_rows + sequences / 2) * heads / device.sm_count
+        return (tokens / tiles.block_queries + sequences / 2) * heads / tiles.heads / device.sm_count
 
     tiles = min(options, key=lambda o: max(rounds(o[0]) + 0.5, 1.0) * o[0].block_rows * o[1])[0]
     return replace(tiles, schedule="dynamic" if rounds(tiles) > tiles.blocks_per_sm else "single")

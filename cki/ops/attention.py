@@ -106,7 +106,8 @@ def attention(
         (modulo 2**32), batch, head, query and key alone (`cki.reference.dropout.attention_keeps`): a captured graph
         that adds to the offset drops others at each replay.
     deterministic: one kernel and tile of keys for all numbers of queries and keys, so that a query's bits are those
-        that it has in a longer or shorter call (chunks of a prompt, one token at a time).  Slower below 64 queries.
+        that it has in a longer or shorter call (chunks of a prompt, one token at a time).  Slower below 64 queries
+        over many keys, which are else cut into parts.
     return_lse: also return the natural logarithm of the sum of exponentials, f32 [batch, heads, queries].
     q_descale, k_descale, v_descale: with e4m3 (or uint8 with its bits), and only then, all three: f32 [batch, kv_heads]
         or [kv_heads], positive; q stands for q * q_descale of its KV head, and so on.  In device memory.
@@ -116,7 +117,8 @@ def attention(
 
     Returns out [batch, queries, heads, value_dim], or (out, lse).  A query that sees no key gets 0, and lse -inf
     (with sinks: lse = sink).  What lies behind a hidden key, NaN included, has no influence.  Results are the same
-    bits from run to run and do not depend on the rest of the batch, with or without `deterministic`.
+    bits from run to run.  They do not depend on the rest of the batch, except that on sm_90a, without `deterministic`,
+    up to 128 queries may have their keys (256 and more) cut into parts, by sizes of batch and heads.
 
     Raises InvalidArgumentError, InvalidTypeError or DeviceError before any launch, with every violated rule.
     FlashAttention-2: Dao, arXiv 2307.08691.
@@ -271,7 +273,8 @@ def plan_attention(
                 limited, any_length = choice["has_limits"], choice["any_length"]
                 tiles = preferred_e4m3(q, k, v, device, has_limits=limited, any_length=any_length)
         elif packed is None:
-            tiles = preferred(q, k, v, bias, mask, device=device, **choice)
+            may_split = dropout is None
+            tiles = preferred(q, k, v, bias, mask, device=device, may_split=may_split, **choice)
         else:
             tiles = preferred_packed(q, k, v, packed, device=device, **choice)
         if tiles is not None and dropout is not None:

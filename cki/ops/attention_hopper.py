@@ -15,14 +15,18 @@ from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import padded
 from cki.heuristics.attention_hopper import (
+    FEW_QUERIES,
+    FEW_ROWS_KEYS,
     GROUP_ROWS,
     MIN_QUERIES,
     SCHEDULES,
     HopperTiles,
+    choose_few_rows,
     choose_hopper_tiles,
     choose_packed_tiles,
     heads_per_section,
     key_span,
+    packable_heads,
     value_span,
 )
 from cki.kernel import kernel_spec
@@ -83,24 +87,38 @@ def layout_obstacles(
 
 def preferred(
     q: Operand, k: Operand, v: Operand, bias: Operand | None, mask: Operand | None, *, has_limits: bool,
-    is_plain: bool, any_length: bool, device: DeviceInfo,
+    is_plain: bool, any_length: bool, may_split: bool, device: DeviceInfo,
 ) -> HopperTiles | None:  # fmt: skip
     """The tiles with which the Hopper kernel is faster than the generic one; None where it is not or cannot be used.
 
-    any_length: whatever the number of queries and keys, so that they decide nothing.
+    any_length: whatever the number of queries and keys, so that they decide no result.  may_split: they may decide how
+    keys are cut.
     """
     batch, queries, heads, head_dim = q.shape
+    keys, kv_heads, value_dim = v.shape[1:]
+    is_few = queries <= FEW_QUERIES and keys >= FEW_ROWS_KEYS
     if (
         device.arch != _ARCH
         or hopper_obstacles(q, k, v, device)
-        or (queries < MIN_QUERIES and not any_length)
+        or (queries < MIN_QUERIES and not (is_few or any_length))
     ):
         return None
     if any(tensor is not None and _key_stride(tensor) not in (0, 1) for tensor in (bias, mask)):
         return None
-    return choose_hopper_tiles(
-        queries, batch * heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
-    )
+    dims = padded(head_dim), padded(value_dim)
+    if is_few:
+        return choose_few_rows(
+            queries,
+            keys,
+            batch,
+            kv_heads,
+            heads // kv_heads,
+            *dims,
+            is_plain,
+            may_split and not any_length,
+            device,
+        )
+    return choose_hopper_tiles(queries, batch * heads, *dims, has_limits, is_plain, device)
 
 
 def preferred_packed(
@@ -108,12 +126,16 @@ def preferred_packed(
     any_length: bool, device: DeviceInfo,
 ) -> HopperTiles | None:  # fmt: skip
     """The same for packed sequences."""
-    if hopper_obstacles(q, k, v, device, packed) or (packed.typical_queries < MIN_QUERIES and not any_length):
+    has_many_keys = packed.mean_keys(k) >= FEW_ROWS_KEYS
+    if hopper_obstacles(q, k, v, device, packed) or (
+        packed.typical_queries < MIN_QUERIES and not (any_length or has_many_keys)
+    ):
         return None
     _, tokens, heads, head_dim = q.shape
     return choose_packed_tiles(
-        tokens, packed.sequences, heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device
-    )
+        tokens, packed.sequences, heads, padded(head_dim), padded(v.shape[3]), has_limits, is_plain, device,
+        packable_heads(heads // k.shape[2]) if packed.typical_queries < FEW_QUERIES and has_many_keys else 1,
+    )  # fmt: skip
 
 
 def _tensor_map(tensor: Operand, tokens: int, columns: int, heads: int = 1) -> TensorMapArg:
@@ -197,7 +219,15 @@ def plan_hopper(
     resident = device.sm_count * tiles.blocks_per_sm
     blocks = work if tiles.schedule == "single" else min(work, resident)
     kv_bytes = part_keys * (head_dim + value_dim) * itemsize
-    section = heads_per_section(kv_bytes, group // tiles.heads, head_tiles, row_blocks, resident, device)
+    section = heads_per_section(
+        kv_bytes,
+        group // tiles.heads,
+        head_tiles,
+        row_blocks,
+        resident,
+        device,
+        packed is None and 8 * queries <= keys,
+    )
     order = row_blocks, head_tiles, section, section * row_blocks, work
     producer_registers, consumer_registers = tiles.register_shares(packed is not None)
     kernel = kernel_spec(

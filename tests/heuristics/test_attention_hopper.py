@@ -13,6 +13,7 @@ from cki.device import sim_device
 from cki.errors import UnsupportedError
 from cki.heuristics.attention_hopper import (
     HopperTiles,
+    choose_few_rows,
     choose_hopper_tiles,
     heads_per_section,
     key_span,
@@ -21,7 +22,8 @@ from cki.heuristics.attention_hopper import (
 )
 from cki.operand import Operand, dense
 from cki.ops.attention import plan_attention
-from cki.ops.attention_hopper import COUNTER, workspace_of
+from cki.ops.attention_dropout import AttentionDropout
+from cki.ops.attention_hopper import COUNTER, PART_LSES, PARTS, workspace_of
 from cki.plan import NullPointer, Step, TensorMapArg
 
 DEVICE = sim_device("sm_90a")
@@ -84,15 +86,51 @@ def test_few_tiles_are_made_smaller_until_they_fill_the_sms():
 @pytest.mark.parametrize(
     ("change", "taken"),
     [
-        ({}, True), ({"queries": 64}, True), ({"queries": 63}, False), ({"dtype": dtypes.f32}, False),
+        ({}, True), ({"queries": 64}, True), ({"queries": 63, "keys": 255}, False), ({"dtype": dtypes.f32}, False),
+        ({"queries": 1, "keys": 256}, True),
         ({"arch": "sm_100a"}, False), ({"mask": dense("mask", (1, 1, 1000, 1), dtypes.bool_)}, True),
         ({"mask": Operand("mask", (1, 1, 1000, 3000), (0, 0, 6000, 2), dtypes.bool_)}, False),
         ({"dim": 20}, False), ({"dim": 24}, True),
     ],
 )  # fmt: skip
 def test_taken_unasked_where_it_can_be(change, taken):
-    step = plan(tiles=None, **change)[-1]
-    assert (step.kernel.entry == "attention_hopper") is taken
+    entries = [step.kernel.entry for step in plan(tiles=None, **change)]
+    assert ("attention_hopper" in entries) is taken
+
+
+def test_few_rows_pack_heads_and_cut_keys_where_tiles_are_few():
+    def chosen(queries: int, batch: int, may_split: bool = True, keys: int = 4096) -> HopperTiles:
+        return choose_few_rows(queries, keys, batch, 8, 4, 128, 128, True, may_split, DEVICE)
+
+    assert (chosen(1, 1).heads, chosen(1, 1).splits, chosen(1, 1).consumers) == (4, 16, 1)
+    assert chosen(1, 1, may_split=False).splits == 1
+    assert chosen(16, 16) == HopperTiles(1, 128, 2, False, heads=4)
+    assert chosen(32, 16).block_queries == 32  # 128 rows
+    assert chosen(64, 16) == HopperTiles(2, 128, schedule="dynamic", heads=4)
+    assert chosen(1, 1, keys=128).splits == 1
+    long = choose_hopper_tiles(4096, 32, 128, 128, True, True, DEVICE)
+    assert {chosen(n, b, keys=k).block_keys for n in (1, 99) for b in (1, 50) for k in (1, 9999)} == {
+        long.block_keys
+    }
+
+
+def test_few_rows_fit_shared_memory():
+    for dim, value_dim, plain, group in itertools.product(DIMS, DIMS, (False, True), (1, 3, 64, 96)):
+        tiles = choose_few_rows(5, 3000, 2, 2, group, dim, value_dim, plain, True, DEVICE)
+        assert tiles.blocks_per_sm * tiles.shared_memory(dim, value_dim) <= DEVICE.shared_memory_per_block
+        assert group % tiles.heads == 0 and tiles.heads <= 32
+
+
+def test_parts_of_keys_are_merged_by_a_second_launch():
+    out, lse = dense("out", (1, 4, 8, 64), dtypes.bf16), dense("lse", (1, 8, 4), dtypes.f32)
+    q, k = dense("q", (1, 4, 8, 64), dtypes.bf16), dense("k", (1, 1000, 2, 64), dtypes.bf16)
+    steps = plan_attention(q, k, k, out, device=DEVICE, lse=lse, tiles=HopperTiles(1, 128, heads=4, splits=3))
+    assert [step.kernel.entry for step in steps] == ["attention_hopper", "merge_states"]
+    assert steps[0].grid == (2 * 3, 1, 1)  # parts of 3, 3 and 2 tiles of keys
+    assert dict(workspace_of(steps)) == {PARTS: 3 * 4 * 8 * 64 * 4, PART_LSES: 3 * 8 * 4 * 4}
+    packed = {"dropout": AttentionDropout(0.1, dense("s", (1,), dtypes.i64), dense("o", (1,), dtypes.i64))}
+    with pytest.raises(UnsupportedError, match="keys in parts"):
+        plan_attention(q, k, k, out, device=DEVICE, tiles=HopperTiles(1, 128, splits=3), **packed)
 
 
 def test_swizzles_divide_rows():
@@ -108,6 +146,8 @@ def test_sections_hold_whole_groups():
     assert heads_per_section(8 * megabyte, 1, 16, 128, 132, DEVICE) == 4  # of 4 that fit
     assert heads_per_section(megabyte, 1, 13, 128, 132, DEVICE) == 13  # no even part is large enough
     assert heads_per_section(1, 1, 7, 1, 132, DEVICE) == 7
+    assert heads_per_section(2 * megabyte, 1, 128, 2, 132, DEVICE) == 128  # one and a half rounds
+    assert heads_per_section(2 * megabyte, 1, 128, 2, 132, DEVICE, is_alike=True) == 16  # what L2 holds
 
 
 @pytest.mark.parametrize("schedule", ["single", "fixed", "dynamic"])

@@ -39,6 +39,17 @@ def test_packed_sequences_have_the_bits_of_dense_ones(device):
     np.testing.assert_array_equal(packed[100:], out[0, :3])
 
 
+def test_few_queries_over_many_keys(device):
+    """Their heads share a tile, and without `deterministic` keys are cut into parts."""
+    q, k, v = qkv(DTYPES["bf16"], 600, 600, heads=4, kv_heads=2, dim=64)
+    out, lse = run(device, q, k, v, causal=True)
+    for begin in (597, 520):
+        part, part_lse = run(device, q[:, begin:], k, v, causal=True)
+        np.testing.assert_array_equal(part, out[:, begin:])
+        np.testing.assert_array_equal(part_lse, lse[:, :, begin:])
+        check(device, q[:, begin:], k, v, causal=True)
+
+
 def test_many_keys_without_limits(device):
     """Long calls without limits have wider tiles of keys when nothing is asked."""
     q, k, v = qkv(DTYPES["bf16"], 64, 700, dim=128)
