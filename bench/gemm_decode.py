@@ -70,19 +70,23 @@ class Variant:
 
     serial: bool = False
     stages: int | None = None
-    prefetch: int = 0
-    ahead: int = 0
-    split: int = 1
+    split: int | None = None
 
     def __str__(self) -> str:
         words = {
             "serial": self.serial,
             f"{self.stages} stages": self.stages,
-            f"prefetch {self.prefetch}": self.prefetch,
-            f"ahead {self.ahead}": self.ahead,
-            f"split {self.split}": self.split > 1,
+            f"split {self.split}": self.split,
         }
         return " ".join(("cki", *filter(words.get, words)))
+
+    def tokens_a_launch(self, product: Product, tokens: int, itemsize: int, device: DeviceInfo) -> int:
+        """All, or as many as fit."""
+        split = self.split or heuristics.split(product.depth, device, norm=product.norm)
+        return next(
+            n for n in (tokens, 8, 4, 2, 1)
+            if not heuristics.obstacles(n, product.depth, itemsize, device, norm=product.norm, split=split)
+        )  # fmt: skip
 
     def plan(self, product: Product, operands: dict[str, Operand | None], device: DeviceInfo) -> Plan:
         """The launches of one product: parts of the tokens, where all do not fit."""
@@ -91,10 +95,7 @@ class Variant:
         assert w is not None
         assert y is not None
         tokens, itemsize, steps = x.shape[0], w.dtype.itemsize, []
-        count = next(
-            n for n in (tokens, 8, 4, 2, 1)
-            if not heuristics.obstacles(n, product.depth, itemsize, device, norm=product.norm, split=self.split)
-        )  # fmt: skip
+        count = self.tokens_a_launch(product, tokens, itemsize, device)
         gamma, residual = operands["gamma"], operands["residual"]
         for first in range(0, tokens, count):
             part = min(count, tokens - first)
@@ -102,7 +103,7 @@ class Variant:
                 _rows(x, first, part), w, None, residual and _rows(residual, first, part), _rows(y, first, part),
                 device, norm=Norm(gamma, EPSILON) if gamma else None, gated=product.gated,
                 activation="silu" if product.gated else None, scales=operands["scales"],
-                stages=self.stages, prefetch=self.prefetch, ahead=self.ahead, split=self.split,
+                stages=self.stages, split=self.split,
             )  # fmt: skip
             steps.append(dataclasses.replace(step, programmatic=not self.serial))
         return Plan(tuple(steps))
@@ -175,22 +176,16 @@ def variants_of(product: Product, tokens: int, codes: bool, probe: bool, device:
     """The choice, and with `probe` others that fit."""
     if not probe:
         return [Variant()]
-    itemsize = 1 if codes else 2
+    itemsize, split = 1 if codes else 2, heuristics.split(product.depth, device, norm=product.norm)
+    norm, room = product.norm, device.shared_memory_per_block - 4096
+    count = Variant().tokens_a_launch(product, tokens, itemsize, device)
     rings = [
         ring for ring in (3, 4, 6, 8)
-        if heuristics.shared_memory(tokens, product.depth, itemsize, ring, norm=product.norm)
-        <= device.shared_memory_per_block
-        and ring != heuristics.stages(tokens, product.depth, itemsize, device, norm=product.norm)
+        if heuristics.shared_memory(count, product.depth, itemsize, ring, norm=norm, split=split) <= room
+        and ring != heuristics.stages(count, product.depth, itemsize, device, norm=norm, split=split)
     ]  # fmt: skip
-    others = [
-        Variant(serial=True),
-        Variant(prefetch=128),
-        Variant(prefetch=256),
-        Variant(ahead=1),
-        Variant(ahead=2),
-    ]
-    splits = () if product.norm else (Variant(split=2), Variant(split=4))
-    return [Variant(), *others, *(Variant(stages=ring) for ring in rings), *splits]
+    splits = () if product.norm else (Variant(split=1), Variant(split=2))
+    return [Variant(), Variant(serial=True), *(Variant(stages=ring) for ring in rings), *splits]
 
 
 def compile_ahead(
@@ -240,10 +235,8 @@ def measure(
         if not error <= limit:
             raise SystemExit(f"{problem} {kind} {variant}: error {error:.3g}, allowed {limit:.3g}")
         runs[str(variant)] = run
-    launches = -(-tokens // next(
-        n for n in (tokens, 8, 4, 2, 1)
-        if not heuristics.obstacles(n, product.depth, 1 if codes else 2, driver.device_info(0), norm=product.norm)
-    ))  # fmt: skip
+    itemsize, device = 1 if codes else 2, driver.device_info(0)
+    launches = -(-tokens // Variant().tokens_a_launch(product, tokens, itemsize, device))
     return [
         common.row(
             "linear_decode",

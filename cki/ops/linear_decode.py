@@ -35,9 +35,10 @@ class Norm(NamedTuple):
 
 def decode_obstacles(
     x: Operand, w: Operand, y: Operand, device: DeviceInfo, *, norm: Norm | None = None, gated: bool = False,
-    scales: Operand | None = None, split: int = 1,
+    scales: Operand | None = None, split: int | None = None,
 ) -> list[str]:  # fmt: skip
     """Why the kernel cannot compute a product; none where it can.  x, y: [tokens, ..]; w: [rows, K]."""
+    split = split or heuristics.split(x.shape[1], device, norm=norm is not None)
     found = heuristics.obstacles(
         x.shape[0], x.shape[1], w.dtype.itemsize, device, norm=norm is not None, split=split
     )
@@ -64,14 +65,12 @@ def decode_obstacles(
 def plan_linear_decode(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
     norm: Norm | None = None, activation: str | None = None, gated: bool = False, scales: Operand | None = None,
-    stages: int | None = None, prefetch: int = 0, ahead: int = 0, split: int = 1,
+    stages: int | None = None, split: int | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
 
     scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
-    stages: of the ring of w; None: as many as serve.  prefetch: bytes that L2 is told to fetch around 16.
-    ahead: tiles of a block that L2 is asked for at once, before the launch ahead has ended (sm_90 and later).
-    split: blocks of a cluster that share K (sm_90 and later, no norm).
+    stages: of the ring of w.  split: blocks of a cluster that share K (sm_90 and later, no norm).  None: as measured.
     w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
     """
     obstacles = decode_obstacles(x, w, y, device, norm=norm, gated=gated, scales=scales, split=split)
@@ -80,6 +79,7 @@ def plan_linear_decode(
     tokens, depth = x.shape
     columns = y.shape[1]
     itemsize, normed = w.dtype.itemsize, norm is not None
+    split = split or heuristics.split(depth, device, norm=normed)
     tiles = -(-columns // (8 if gated else 16))
     clusters = heuristics.clusters(tiles, device, split)
     led, inboxes = heuristics.inboxes(tokens, tiles, clusters, split)
@@ -89,7 +89,7 @@ def plan_linear_decode(
     kernel = decode_kernel(
         x.dtype, device.arch, tokens, ring, bias=None if bias is None else bias.dtype, norm=normed, gated=gated,
         activation=activation, residual=residual is not None, codes=w.dtype == dtypes.e4m3,
-        split_blocks=gated and columns % 8 != 0, prefetch=prefetch, ahead=ahead, split=split,
+        split_blocks=gated and columns % 8 != 0, split=split,
     )  # fmt: skip
     arguments: tuple[ArgumentValue, ...] = (
         x, w, scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
@@ -109,7 +109,7 @@ def plan_linear_decode(
 def decode_kernel(
     dtype: DType, arch: str, tokens: int, stages: int, *, bias: DType | None = None, norm: bool = False,
     gated: bool = False, activation: str | None = None, residual: bool = False, codes: bool = False,
-    split_blocks: bool = False, prefetch: int = 0, ahead: int = 0, split: int = 1,
+    split_blocks: bool = False, split: int = 1,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration.  split_blocks: a tile's ups may have two blocks of scales."""
     programmatic = arch in heuristics.PROGRAMMATIC
@@ -117,7 +117,7 @@ def decode_kernel(
         "gemm/skinny/decode.cu", "linear_decode", _PARAMS,
         archs=heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES, max_registers=128, Element=dtype,
         Bias=bias or dtype, Code=dtypes.e4m3 if codes else dtype, kTokenTiles=heuristics.token_tiles(tokens),
-        kStages=stages, kPrefetch=prefetch, kAhead=ahead, kSplit=split, kSplitBlocks=codes and split_blocks, kNorm=norm,
+        kStages=stages, kSplit=split, kSplitBlocks=codes and split_blocks, kNorm=norm,
         kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
         kProgrammatic=programmatic,
     )  # fmt: skip

@@ -76,7 +76,7 @@ def test_a_product_of_few_tokens(scripts, codes):
     scales = np.full((1, 2), 0.1, np.float32) if codes else None
     found = []
     with cki.device("sim"):
-        for variant in (bench.Variant(), bench.Variant(serial=True), bench.Variant(stages=3, ahead=2)):
+        for variant in (bench.Variant(), bench.Variant(serial=True), bench.Variant(stages=3)):
             y = np.full((3, 24), np.nan, ml_dtypes.bfloat16)
             call(variant.spec(product), (x, w, scales, None, gamma), (str(variant),), (y,))
             found.append(y.astype(np.float64))

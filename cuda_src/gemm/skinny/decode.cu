@@ -16,7 +16,7 @@
 //          warps take 128 bytes of w each in turn. So a warp needs a part of x only, which no other warp needs: it copies and
 //          arranges that itself, and no warp waits for another before a tile's end.
 // w.       Each lane has a ring of its own in shared memory (cp.async), from which it reads what it has copied: 16 bytes of a
-//          row, two rows and two places a step. kStages steps are under way, also beyond the end of a tile. (Through
+//          row, two rows and two places a step; L2 is told of the whole line, without which DRAM gave a fifth less. kStages steps are under way, also beyond the end of a tile. (Through
 //          registers the compiler moved the loads of several steps together, behind the products of the last: memory idled.)
 // Product. Its rows are tokens, its columns 8 rows of w: a lane's 16 bytes of w are two right operands as they come, and codes
 //          become operands once for all tokens. Up to 8 tokens, the left operand's lower 8 rows hold the same tokens' other
@@ -34,9 +34,8 @@
 // Rows begin at multiples of 16 bytes; K is a multiple of 8, of 16 with codes. Strides in elements.
 //
 // Grid: (blocks), in clusters of kSplit. Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), Code (Element or
-//   cki::e4m3), kTokenTiles (1 or 2, of 8 tokens), kStages, kPrefetch (cp_async's hint: 0, 128, 256), kAhead (tiles that L2 is
-//   asked for at once, sm_90), kSplit (more than 1: sm_90, not kNorm), kSplitBlocks (gates of codes, N no multiple of 8),
-//   kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
+//   cki::e4m3), kTokenTiles (1 or 2, of 8 tokens), kStages, kSplit (more than 1: sm_90, not kNorm), kSplitBlocks (gates of
+//   codes, N no multiple of 8), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
 // Dynamic shared memory: rings, parts of two tiles, squares (kNorm), gamma (kNorm), n in whole steps of all warps, `slots_led`
 //   inboxes (kSplit > 1).
 #include "common/convert_element.cuh"
@@ -46,7 +45,6 @@
 #include "gemm/activation.cuh"
 #include "gemm/fragments.cuh"
 #include "gemm/skinny/decode_operand.cuh"
-#include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -106,7 +104,7 @@ struct Cursor {
 #pragma unroll
       for (int chunk = 0; chunk < 2; ++chunk) {
         const bool there = inside && k + chunk * (4 * kChunk) < depth;
-        ptx::cp_async<16, kPrefetch>(stage + (half * 2 + chunk) * 512, rows[half] + chunk * (4 * kChunk), there ? 16 : 0);
+        ptx::cp_async<16, 128>(stage + (half * 2 + chunk) * 512, rows[half] + chunk * (4 * kChunk), there ? 16 : 0);
       }
     }
     ptx::cp_async_commit_group();
@@ -121,17 +119,6 @@ struct Cursor {
     }
   }
 };
-
-// This block's first tiles, from `tile` on, towards L2: memory is busy while the launch before ends. Lane 0 of each warp.
-template <int kTiles>
-__device__ __forceinline__ void fetch_ahead(const Code* w, i64 stride, int tile, int warp, int columns, int depth) {
-  for (int i = warp; i < kTiles * kTileRows; i += kWarps) {
-    const int row = i % kTileRows, first = (tile + i / kTileRows * tiles_a_turn()) * kTileColumns;
-    const int column = first + (kGated ? row % 8 : row);
-    if (column < columns)
-      ptx::bulk_prefetch_l2(w + (column + (kGated && row >= 8 ? columns : 0)) * stride, static_cast<u32>(depth * sizeof(Code)));
-  }
-}
 
 // Calls visit(k, place) for each piece of 8 elements of K that belongs to this lane; place: of token 0's, in 16 bytes.
 template <class Visit>
@@ -368,9 +355,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   for (int stage = 0; stage < kStages; ++stage) next.fetch(ring + stage * kStageBytes, columns, depth, end);
   Scales own, ahead;
   if constexpr (kScaled) own.load(scales, scale_stride, tile, 0, warp, columns, depth);
-  if constexpr (kAhead > 0) {
-    if (lane() == 0) fetch_ahead<kAhead>(w, w_stride, tile, warp, columns, depth);
-  }
   const int tiles = (columns + kTileColumns - 1) / kTileColumns;
   if constexpr (kSplit > 1) {
     const int in_turns = (tiles - tile + tiles_a_turn() - 1) / tiles_a_turn();
