@@ -76,6 +76,8 @@ def representative_specs(arch: str) -> list[KernelSpec]:
                 causal=causal,
                 tiles=choose_hopper_tiles(4096, 64, dim, dim, causal, True, device),
             )
+        for dim in (64, 128, 256):  # packed heads, keys in parts
+            add(bf16, dim, 16, causal=True)
         for dim, keys in ((64, 128), (128, 128), (256, 80)):
             add(bf16, dim, causal=True, dropout=dropout, tiles=HopperTiles(2, keys, schedule="dynamic"))
         tiles = choose_hopper_tiles(4096, 64, 128, 128, True, False, device)
