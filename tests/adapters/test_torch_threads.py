@@ -36,13 +36,19 @@ def in_threads(drive: Callable[[int], None]) -> None:
 
 
 def test_eager_and_compiled_calls_at_once(device):
-    """Of the same and of other shapes; the first calls too come together."""
+    """Of the same and of other shapes; the first eager calls too come together.
+
+    torch compiles in one thread: while it traces, it refuses compiled functions in the others.
+    """
     if device.kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     place = torch.device("cuda" if device.kind == "cuda" else "cpu")
     weight = torch.linspace(0.5, 2, 72, device=place)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: cki.rms_norm(2 * x, weight) + 1, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        for rows in (1, 2, 3):
+            compiled(torch.ones(rows, 72, device=place))
 
     def drive(number: int) -> None:
         generator = torch.Generator().manual_seed(number)
