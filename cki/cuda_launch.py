@@ -19,7 +19,7 @@ from cki.arguments import ArgumentBlock, lay_out
 from cki.device import DeviceInfo
 from cki.errors import LaunchError
 from cki.launch import Executable, Launcher, describe_step
-from cki.plan import Plan, Step
+from cki.plan import Plan, Step, TensorMapArg
 
 _INFO = logging.INFO
 _is_logging = log.logger.isEnabledFor
@@ -99,7 +99,7 @@ class CudaExecutable(Executable):
         ]  # fmt: skip
 
     def _new_block(self) -> _LaunchBlock:
-        arguments = ArgumentBlock(self._layout, tensor_map.encode)
+        arguments = ArgumentBlock(self._layout, self._encode_map)
         steps = zip(self.plan.steps, self.functions, arguments.parameters)
         return arguments.memory, arguments, *(self._prepared(*step) for step in steps)
 
@@ -171,6 +171,13 @@ class CudaExecutable(Executable):
         except CUDADriverError as error:
             self._recover(error, block, done, stream)
         self._free.append(block)
+
+    def _encode_map(self, address: int, argument: TensorMapArg) -> bytes:
+        try:
+            return tensor_map.encode(address, argument)
+        except tensor_map.NoContextError:  # as for launches, below: this thread has not used CUDA yet
+            with driver.on_device(self.device.index):
+                return tensor_map.encode(address, argument)
 
     def _launch_step(self, position: int, block: _LaunchBlock, stream: int) -> None:
         step, prepared = self.plan.steps[position], block[2 + position]

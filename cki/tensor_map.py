@@ -20,6 +20,11 @@ _TYPES = {
 }  # fmt: skip
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTION_256B = 3
+_INVALID_CONTEXT = 201
+
+
+class NoContextError(LaunchError):
+    """The driver refused because the calling thread has no current context."""
 
 
 @functools.cache
@@ -60,7 +65,8 @@ def problems(address: int, argument: TensorMapArg) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def encode(address: int, argument: TensorMapArg) -> bytes:
-    """The 128 bytes of a tiled tensor map over GPU memory at `address`.  LaunchError with every broken rule."""
+    """The 128 bytes of a tiled tensor map over GPU memory at `address`.  LaunchError with every broken rule;
+    NoContextError in a thread that has not used CUDA yet, where no map can be encoded."""
     return _encode(_encoder(), (), address, argument)
 
 
@@ -87,5 +93,6 @@ def _encode(encoder: Any, more: tuple[Any, ...], address: int, argument: TensorM
         )  # fmt: skip
     if broken or status != 0:
         listed = "".join(f"\n  - {problem}" for problem in broken) or f" (driver status {status})"
-        raise LaunchError(f"no tensor map for {argument.operand.slot} with dims {argument.dims}{listed}")
+        kind = NoContextError if status == _INVALID_CONTEXT else LaunchError
+        raise kind(f"no tensor map for {argument.operand.slot} with dims {argument.dims}{listed}")
     return ctypes.string_at(place, 128)

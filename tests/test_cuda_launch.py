@@ -130,6 +130,26 @@ def test_tensor_maps_are_encoded_when_their_address_changes(cuda, monkeypatch):
     assert [values[1] for *_, values in cuda.launches] == [1 << 45, 1 << 45, 3 << 45]
 
 
+def test_a_thread_without_a_context_gets_one_for_its_tensor_maps(cuda, prepared, monkeypatch):
+    refused = []
+
+    def encoder(*_):
+        refused.append(cuda.current < 0)
+        return INVALID_CONTEXT if cuda.current < 0 else 0
+
+    monkeypatch.setattr(cuda_launch.tensor_map, "_encoder", lambda: encoder)
+    from cki.kernel import kernel_spec
+
+    spec = kernel_spec("affine.cu", "affine", "PPffqT")
+    argument = TensorMapArg(LATER, (32,), (), (32,))
+    made = prepared(Step(spec, (1, 1, 1), (128, 1, 1), (X, Y, 1.0, 0.0, 5, argument)))
+    cuda.current = -1
+    made.launch([1 << 46, 7 << 45], 0)
+    assert refused == [True, False] and cuda.entered == [made.device.index] and cuda.current == -1
+    assert len(cuda.launches) == 1
+    cuda_launch.tensor_map.encode.cache_clear()
+
+
 def test_a_refused_launch_is_named(cuda, prepared):
     made = prepared(step(X, Y, 1), step(Y, X, 2))
     cuda.refusals = {1: OUT_OF_MEMORY}
