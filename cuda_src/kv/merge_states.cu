@@ -41,21 +41,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
   if constexpr (kProgrammatic) ptx::griddepcontrol_wait();
   const float* row_lses = lses + r0 * lses_stride0 + r1 * lses_stride1 + r2 * lses_stride2;
   float largest = negative_infinity();
+#pragma unroll 8
   for (int i = 0; i < states; ++i) largest = fmaxf(largest, row_lses[i * lses_state]);
   const float subtract = largest == negative_infinity() ? 0.0f : largest;
 
   const Element* values = outs + r0 * outs_stride0 + r1 * outs_stride1 + r2 * outs_stride2 + column * outs_step;
   float total = 0.0f;
   float sums[kVectorSize] = {};
+#pragma unroll 4  // without a branch, so that the loads of several states are under way together
   for (int i = 0; i < states; ++i) {
     const float state_lse = row_lses[i * lses_state];
-    if (state_lse == negative_infinity()) continue;  // its values may be anything
-    const float weight = expf(state_lse - subtract);
+    const bool is_empty = state_lse == negative_infinity();  // its values may be anything
+    const float weight = is_empty ? 0.0f : expf(state_lse - subtract);
     total += weight;
     float state_values[kVectorSize];
     load_floats(values + i * outs_state, state_values);
 #pragma unroll
-    for (int e = 0; e < kVectorSize; ++e) sums[e] = fmaf(weight, state_values[e], sums[e]);
+    for (int e = 0; e < kVectorSize; ++e) sums[e] = fmaf(weight, is_empty ? 0.0f : state_values[e], sums[e]);
   }
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma unroll
