@@ -16,8 +16,9 @@
 // n.       Four warps make it of each stage of x: times gamma, for codes in that order and times 2^60 (decode_operand.cuh),
 //          rounded once; and they add up x's squares. 1 / rms(x) is a factor of a whole row, and is applied to the sums. So a norm
 //          costs no launch and no second pass over x. Plain bf16 operands without a norm are multiplied where they land.
-// Sums.    fp32. Of codes, the 128 products of a stage are added by the tensor core, and times their scale to the tile's sums.
-//          Parts of a tile are added in the order of the blocks.
+// Scales.  A stage of a tile has one scale, by which n is multiplied before it is rounded; with gates two, by which the stage's
+//          128 products, in sums of their own, are.
+// Sums.    fp32. Parts of a tile are added in the order of the blocks.
 // Sharing. x is as many bytes as codes of w from 64 tokens on, and L2 has to give both. So blocks of a cluster (kSharers) take
 //          neighbouring tiles of the same stages, and each brings its part of x's tokens to all of them.
 // Overlap. Weights and gamma are read before the launch before has ended, so that one must not write them.
@@ -32,23 +33,18 @@
 // Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
+#include "gemm/hopper/token_arrange.cuh"
+#include "gemm/hopper/token_products.cuh"
 #include "gemm/hopper/token_stages.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/convert.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
-#include "ptx/wgmma/n16.cuh"
-#include "ptx/wgmma/n32.cuh"
-#include "ptx/wgmma/n64.cuh"
-#include "ptx/wgmma/n8.cuh"
 
 using namespace cki;
 using namespace cki::gemm;
@@ -119,90 +115,6 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x
   }
 }
 
-// Where four elements of a step of n come from in a stage: group t of 4.
-__device__ __forceinline__ int source_of(int step, int t) { return kCodes ? 32 * t + 4 * step : 16 * step + 4 * t; }
-
-// Four warps: n of each stage in the order of the products, and the squares of each part.
-__device__ __forceinline__ void arrange(const Shared& shared, const Share& share, const bf16* gamma, int depth) {
-  const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads, warp = thread / 32;
-  const int group = warp % kStepGroups;
-  const int step = lane() % 4 + group * 4;                      // of 16 positions
-  const int first_token = lane() / 4 + warp / kStepGroups * 8;  // and every kPass-th from there
-  const bool works = first_token < kTokens;
-  Ring ring = shared.ring();
-  ArrangedRing arranged = shared.arranged();
-  SquaresRing squares_ring = shared.squares_ring();
-  for_each_part(share.work, share.cluster, [&](const WorkPart& part) {
-    float squares[kItems] = {};
-#pragma unroll 1
-    for (int k = part.first; k < part.end; ++k) {
-      float factors[4][4];
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        uint2 words = make_uint2(0, 0);
-        const int at = k * kDepth + source_of(step, t);
-        if (kNorm && at < depth) words = ptx::load_global_nc_8(gamma + at);
-        ptx::bf16x2_to_f32x2(words.x, factors[t][0], factors[t][1]);
-        ptx::bf16x2_to_f32x2(words.y, factors[t][2], factors[t][3]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) factors[t][e] = kNorm ? factors[t][e] * kOfX : kOfX;
-      }
-      ring.wait_full();
-      arranged.wait_empty();
-      const unsigned char* from = shared.memory + ring.stage * kStageBytes + kBytesW;
-      unsigned char* to = shared.memory + kArrangedAt + arranged.stage * kBytesX;
-      if (works) {
-#pragma unroll
-        for (int item = 0; item < kItems; ++item) {
-          const int token = first_token + item * kPass;
-          u32 words[8];
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            const int at = source_of(step, t), chunk = at % 64 / 8 ^ token % 8;
-            const uint2 pair =
-                *reinterpret_cast<const uint2*>(from + at / 64 * kBox + token * kSpan + chunk * 16 + at % 8 * 2);
-            float values[4];
-            ptx::bf16x2_to_f32x2(pair.x, values[0], values[1]);
-            ptx::bf16x2_to_f32x2(pair.y, values[2], values[3]);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              if constexpr (kNorm) squares[item] = fmaf(values[e], values[e], squares[item]);
-              values[e] *= factors[t][e];
-            }
-            words[kCodes ? t : t * 2] = ptx::f32x2_to_bf16x2(values[0], values[kCodes ? 2 : 1]);
-            words[kCodes ? t + 4 : t * 2 + 1] = ptx::f32x2_to_bf16x2(values[kCodes ? 1 : 2], values[3]);
-          }
-          unsigned char* row = to + step / 4 * kBox + token * kSpan;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const u32* own = words + half * 4;
-            *reinterpret_cast<uint4*>(row + ((step % 4 * 2 + half) ^ token % 8) * 16) =
-                make_uint4(own[0], own[1], own[2], own[3]);
-          }
-        }
-      }
-      ptx::fence_proxy_async_shared();
-      __syncwarp();
-      if (lane() == 0) ptx::mbarrier_arrive(arranged.full + arranged.stage);
-      arranged.advance();
-      release_x(ring);
-    }
-    if constexpr (kNorm) {
-      squares_ring.wait_empty();
-#pragma unroll
-      for (int item = 0; item < kItems; ++item) {
-        float sum = squares[item];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (works && lane() % 4 == 0) shared.squares()[group * kTokens + first_token + item * kPass] = sum;
-      }
-      __syncwarp();
-      if (lane() == 0) ptx::mbarrier_arrive(squares_ring.full);
-      squares_ring.advance();
-    }
-  });
-}
-
 struct Output {
   const Bias* bias;
   const bf16* residual;
@@ -213,102 +125,6 @@ struct Output {
   int tokens, columns, depth;
   float epsilon;
 };
-
-// A consumer's thread: two rows of a tile's w, eight apart, and the tokens of its sums.
-struct Place {
-  int thread, row;
-  int column;  // of y in a tile, of the upper row
-  __device__ __forceinline__ Place()
-      : thread(static_cast<int>(threadIdx.x)),
-        row(thread / 32 * 16 + lane() / 4),
-        column(kGated ? thread / 32 * 8 + lane() / 4 : row) {}
-  static __device__ __forceinline__ int token(int j, int e) { return j * 8 + lane() % 4 * 2 + e; }
-};
-
-// sum += w n^T of a part, of codes. scales: of the upper and the lower row, for each stage of K.
-__device__ __forceinline__ void multiply_codes(float (&sum)[kSums], const Shared& shared, Ring& ring, ArrangedRing& arranged,
-                                               const Place& place, const WorkPart& part, const float* upper_scales,
-                                               const float* lower_scales) {
-  float upper_scale = upper_scales[part.first], lower_scale = lower_scales[part.first];
-#pragma unroll 1
-  for (int k = part.first; k < part.end; ++k) {
-    const int next = min(k + 1, part.end - 1);
-    const float next_upper = upper_scales[next], next_lower = lower_scales[next];
-    ring.wait_full();
-    const unsigned char* w = shared.memory + ring.stage * kStageBytes;
-    u32 a[kSteps][4];
-#pragma unroll
-    for (int half = 0; half < kSteps / 4; ++half) {
-      const unsigned char* from = w + place.row * kSpan + ((lane() % 4 * 2 + half) ^ place.row % 8) * 16;
-      const uint4 upper_words = *reinterpret_cast<const uint4*>(from);
-      const uint4 lower_words = *reinterpret_cast<const uint4*>(from + 8 * kSpan);  // swizzled alike
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        u32 upper[2], lower[2];
-        Operand::registers(upper_words, i, upper);
-        Operand::registers(lower_words, i, lower);
-        a[half * 4 + i][0] = upper[0];
-        a[half * 4 + i][1] = lower[0];
-        a[half * 4 + i][2] = upper[1];
-        a[half * 4 + i][3] = lower[1];
-      }
-    }
-    __syncwarp();
-    ring.release();
-    arranged.wait_full();
-    const u64 n = wgmma_descriptor_k_major<kSpan>(shared.memory + kArrangedAt);
-    const u32 stage = static_cast<u32>(arranged.stage * kBytesX);
-    float fresh[kSums];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) ptx::wgmma_fence_registers(a[step]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const u32 at = stage + static_cast<u32>(step / 4 * kBox + step % 4 * 32);
-      ptx::wgmma<kTokens, bf16>(fresh, a[step], wgmma_descriptor_advance(n, at), step > 0);
-    }
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_fence_registers(fresh);
-    arranged.release();
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sum[i] = fmaf(fresh[i], i / 2 % 2 == 0 ? upper_scale : lower_scale, sum[i]);
-    upper_scale = next_upper;
-    lower_scale = next_lower;
-  }
-}
-
-// The same of 16-bit weights, from where they and n lie.
-__device__ __forceinline__ void multiply_plain(float (&sum)[kSums], const Shared& shared, Ring& ring, ArrangedRing& arranged,
-                                               const Place& place, const WorkPart& part) {
-  const u64 w = wgmma_descriptor_k_major<kSpan>(shared.memory + place.thread / 128 * (64 * kSpan));
-  const u64 n = wgmma_descriptor_k_major<kSpan>(shared.memory + (kArranges ? kArrangedAt : kBytesW));
-#pragma unroll 1
-  for (int k = part.first; k < part.end; ++k) {
-    ring.wait_full();
-    const u32 w_at = static_cast<u32>(ring.stage * kStageBytes);
-    u32 n_at = w_at;
-    if constexpr (kArranges) {
-      arranged.wait_full();
-      n_at = static_cast<u32>(arranged.stage * kBytesX);
-    }
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const u32 on = static_cast<u32>(step * 32);
-      ptx::wgmma<kTokens, bf16>(sum, wgmma_descriptor_advance(w, w_at + on), wgmma_descriptor_advance(n, n_at + on), true);
-    }
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_fence_registers(sum);
-    if constexpr (kArranges) {
-      ring.release();
-      arranged.release();
-    } else {
-      release_x(ring);
-    }
-  }
-}
 
 // Stores the sums of a part of a tile that several blocks share, and says whether it was the last. squares: of each token.
 __device__ __forceinline__ bool store_part(const float (&sum)[kSums], const Shared& shared, const Share& share,
@@ -463,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == kConsumerThreads + kArrangerThreads) produce(shared, x_map, w_map, share, tokens);
   } else if (warp >= kConsumerThreads / 32) {
     ptx::setmaxnreg_dec<kArrangerRegisters>();
-    if constexpr (kArranges) arrange(shared, share, gamma, depth);
+    if constexpr (kArranges) arrange(shared, share, gamma, depth, scales, scale_stride, tiles);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     ptx::griddepcontrol_wait();

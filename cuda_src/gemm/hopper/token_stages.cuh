@@ -16,6 +16,7 @@ namespace cki::gemm {
 using Operand = DecodeOperand<bf16, Code>;
 constexpr bool kCodes = sizeof(Code) == 1;
 constexpr bool kArranges = kCodes || kNorm;
+constexpr bool kFolds = kCodes && kNorm && !kGated;  // scales of w into n, which is rounded anyway
 constexpr int kSpan = 128;                                        // bytes of a row in shared memory: the swizzle
 constexpr int kDepth = kSpan / static_cast<int>(sizeof(Code));    // elements of K in a stage
 constexpr int kSteps = kDepth / 16;
@@ -25,7 +26,7 @@ constexpr int kTileColumns = kGated ? kRows / 2 : kRows;  // of y
 constexpr int kConsumerThreads = 256, kArrangerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kArrangerThreads + 128;  // of the last warpgroup one thread works
 // Of a thread, in steps of eight: a block has 65536.
-constexpr int kConsumerRegisters = 168, kArrangerRegisters = 104, kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 184, kArrangerRegisters = 104, kProducerRegisters = 32;
 constexpr int kArranged = 3;       // stages of n
 constexpr int kBox = kTokens * kSpan;  // bytes: 64 elements of K of all tokens
 constexpr int kBytesX = kDepth / 64 * kBox;
