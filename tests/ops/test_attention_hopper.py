@@ -151,8 +151,8 @@ def test_stages_and_blocks_an_sm(device, tiles):
     [(4, 4, 1, 16, "single"), (8, 4, 2, 70, "dynamic"), (7, 7, 2, 20, "fixed"), (3, 3, 1, 1, "single")],
 )
 def test_packed_heads(device, group, heads, consumers, queries, schedule):
-    """Also with keys in parts, and what belongs to a head: slopes, sinks, bias and mask; a NaN behind a hidden key takes
-    the repair."""
+    """Also with keys in parts, and what belongs to a head: slopes, sinks, bias and mask; a NaN behind a hidden key is
+    repaired."""
     q, k, v = qkv(BF16, queries, 90, heads=2 * group, kv_heads=2, dim=32, batch=2)
     tiles = HopperTiles(consumers, 32, schedule=schedule, heads=heads)
     check(device, q, k, v, tiles=tiles, causal=True)

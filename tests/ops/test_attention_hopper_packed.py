@@ -278,7 +278,7 @@ def test_one_or_two_warps_that_copy(device, block_size, copy_warps):
 
 @pytest.mark.parametrize("block_size", [0, 16])
 def test_packed_heads(device, block_size):
-    """Three heads of a KV head in a tile, of sequences of few queries and none, and of some; sinks and slopes by head."""
+    """Three heads of a KV head in a tile, of sequences of few queries, of none and of some; sinks, slopes by head."""
     make: Any = chunked if block_size else packed
     tensors = make(
         BF16,
