@@ -121,7 +121,7 @@ def test_more_blocks_than_a_grid_holds_are_refused():
 @pytest.mark.parametrize(
     ("change", "taken"),
     [
-        ({}, True), ({"typical": 64}, True), ({"typical": 63}, False), ({"arch": "sm_80"}, False), ({"dim": 20}, False),
+        ({}, True), ({"typical": 64}, True), ({"typical": 63, "keys": 2047}, False), ({"typical": 1}, True), ({"arch": "sm_80"}, False), ({"dim": 20}, False),
         ({"block_size": 16}, True), ({"block_size": 48}, True), ({"block_size": 256}, True), ({"block_size": 8}, False),
         ({"block_size": 24}, False), ({"keys": 0}, False), ({"block_size": 16, "blocks": 0}, False),
     ],
@@ -164,6 +164,14 @@ def test_short_sequences_get_small_hopper_tiles():
         for n in (64, 2048)
     }
     assert rows == {64: 64, 2048: 192}
+
+
+def test_few_queries_over_many_keys_pack_heads():
+    def heads(**change: Any) -> int:
+        return plan(arch="sm_90a", heads=12, **change).kernel.constant("kPackedHeads")
+
+    assert heads(typical=1, tokens=8) == heads(typical=127) == heads(typical=16, block_size=16) == 6
+    assert heads(typical=128) == heads(typical=127, keys=2047) == 1
 
 
 def test_what_the_hopper_kernel_does_not_take_is_named():
