@@ -14,6 +14,7 @@ WARPS, STEP_BYTES = 8, 128
 _TILE_ROWS = 16
 _STAGE_BYTES = WARPS * _TILE_ROWS * STEP_BYTES
 _PART_PITCH = 24
+_SCALE_BLOCK = 128
 #: Elements of K from which on two blocks share them.
 _SPLIT_DEPTH = 8192
 #: Steps under way: so many if they fit twice into an SM's shared memory, so that the next launch begins beside.
@@ -21,19 +22,24 @@ _FEW_STAGES, _MOST_STAGES, _LEAST_STAGES = 4, 8, 2
 _RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
-def token_tiles(tokens: int) -> int:
-    """Tiles of 8 tokens."""
-    return -(-tokens // 8)
+def slots(tokens: int) -> int:
+    """Room for tokens: 1, 2, 4, 8 or 16."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def round_depth(itemsize: int) -> int:
+    """Elements of K that a block's warps take at a time.  itemsize: of w."""
+    return WARPS * STEP_BYTES // itemsize
 
 
 def _fixed_bytes(tokens: int, depth: int, itemsize: int, *, norm: bool, split: int = 1) -> int:
-    """Bytes of shared memory besides the ring and inboxes: sums of two tiles, squares, gamma, n."""
-    slots = tokens if token_tiles(tokens) == 1 else 16
-    together = split * WARPS * STEP_BYTES // itemsize  # elements of K that all warps take at a time
+    """Bytes of shared memory besides the ring and inboxes: sums of two tiles, squares, powers, gamma, n."""
+    together = split * round_depth(itemsize)
     padded = -(-depth // together) * together // split
-    parts = 2 * WARPS * slots * _PART_PITCH * 4
-    squares_and_gamma = WARPS * token_tiles(tokens) * 8 * 4 + 2 * padded if norm else 0
-    return parts + squares_and_gamma + 2 * padded * slots
+    parts = 2 * WARPS * _PART_PITCH * 4
+    squares, gamma = (WARPS * 4, 2 * padded) if norm else (0, 0)
+    powers = padded // _SCALE_BLOCK * 4 if itemsize == 1 else 0
+    return gamma + (parts + squares + powers + 2 * padded) * slots(tokens)
 
 
 def stages(

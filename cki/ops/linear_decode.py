@@ -90,6 +90,7 @@ def plan_linear_decode(
         x.dtype, device.arch, tokens, ring, bias=None if bias is None else bias.dtype, norm=normed, gated=gated,
         activation=activation, residual=residual is not None, codes=w.dtype == dtypes.e4m3,
         split_blocks=gated and columns % 8 != 0, split=split,
+        whole_rounds=depth % (split * heuristics.round_depth(itemsize)) == 0,
     )  # fmt: skip
     arguments: tuple[ArgumentValue, ...] = (
         x, w, scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
@@ -109,15 +110,15 @@ def plan_linear_decode(
 def decode_kernel(
     dtype: DType, arch: str, tokens: int, stages: int, *, bias: DType | None = None, norm: bool = False,
     gated: bool = False, activation: str | None = None, residual: bool = False, codes: bool = False,
-    split_blocks: bool = False, split: int = 1,
+    split_blocks: bool = False, whole_rounds: bool = True, split: int = 1,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration.  split_blocks: a tile's ups may have two blocks of scales."""
     programmatic = arch in heuristics.PROGRAMMATIC
     return kernel_spec(
         "gemm/skinny/decode.cu", "linear_decode", _PARAMS,
         archs=heuristics.PROGRAMMATIC if programmatic else ARCHITECTURES, max_registers=128, Element=dtype,
-        Bias=bias or dtype, Code=dtypes.e4m3 if codes else dtype, kTokenTiles=heuristics.token_tiles(tokens),
-        kStages=stages, kSplit=split, kSplitBlocks=codes and split_blocks, kNorm=norm,
+        Bias=bias or dtype, Code=dtypes.e4m3 if codes else dtype, kSlots=heuristics.slots(tokens),
+        kStages=stages, kSplit=split, kSplitBlocks=codes and split_blocks, kWholeRounds=whole_rounds, kNorm=norm,
         kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
         kProgrammatic=programmatic,
     )  # fmt: skip

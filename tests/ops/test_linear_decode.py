@@ -114,7 +114,7 @@ CASES = [
     Case(1, 8, 5, F16, residual=True, bias=F16),
     Case(12, 272, 140, norm=True, gated=True, activation="silu", bias=BF16, codes=True, sm_count=5),
     Case(5, 1040, 33, F16, residual=True, codes=True),
-    Case(2, 33808, 9, codes=True, sm_count=1),  # more than 32 rounds of scales
+    Case(1, 33808, 9, codes=True, sm_count=1),  # more than 32 rounds of scales
     Case(3, 1200, 130, residual=True, codes=True, sm_count=6, split=2),
     Case(9, 600, 75, F16, activation="relu", bias=F32, sm_count=4, split=4),
     Case(8, 192, 21, F16, norm=True, gated=True, activation="silu", codes=True, sm_count=1),
@@ -135,14 +135,27 @@ def test_it_is_the_definition(device, case):
     assert_close(got, truth, plain, str(case))
 
 
-def test_a_row_has_the_same_bits_in_any_company(device):
-    case = Case(16, 1032, 40, norm=True, gated=True, activation="silu", bias=F32, sm_count=4)
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_row_has_the_same_bits_in_any_company(device, codes):
+    case = Case(16, 1040, 40, norm=True, gated=True, activation="silu", bias=F32, sm_count=4, codes=codes)
     arrays = inputs(case)
     together = run(case, arrays, device.info)
     for first, count in ((0, 1), (5, 3), (15, 1)):
         part = {**arrays, "x": arrays["x"][first : first + count], "y": arrays["y"][first : first + count]}
         alone = run(dataclasses.replace(case, tokens=count, sm_count=1), part, device.info)
         assert alone.tobytes() == together[first : first + count].tobytes()
+
+
+@pytest.mark.parametrize("largest", [2.0**-120, 1e-20, 3e4, 1e30])
+def test_bf16_beyond_the_range_of_f16_beside_codes(device, largest):
+    case = Case(3, 384, 24, codes=True)
+    arrays = inputs(case)
+    x = arrays["x"].astype(np.float64)
+    x[:, 128:256] *= 2.0**-20  # of less weight, in a block of its own
+    x[:, ::3] *= 2.0**-12  # and beside larger ones
+    arrays["x"] = (x / np.abs(x).max() * largest).astype(BF16)
+    truth, plain = (definition(case, arrays, rounded=rounded) for rounded in (False, True))
+    assert_close(run(case, arrays, device.info), truth, plain, str(largest))
 
 
 @pytest.mark.parametrize(

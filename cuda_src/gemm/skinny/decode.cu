@@ -3,8 +3,8 @@
 //   y[M, N] = act(n w^T + bias) + residual           n = x, or RMS norm: x / rms(x) * gamma (kNorm)
 //   y[M, N] = act(n wg^T + bias_g) * (n wu^T + bias_u)   gate and up below one another in w, [2 N, K] (kGated)
 //
-// w is of x's type, or e4m3 with a scale for each block of 128 x 128 (W8A16): codes become x's type exactly, and the sums of
-// each 128 products are multiplied by their block's scale.
+// w is of x's type, or e4m3 with a scale for each block of 128 x 128 (W8A16): codes become f16 or x's type exactly, and the sums
+// of each 128 products are multiplied by their block's scale.
 //
 // Why beside linear.cu. A decode step is a chain of such products, each bound by reading its weight, and what lies between
 //          them costs more than it computes: a launch of a norm or an activation takes 2 to 3 us, in which memory idles.
@@ -24,6 +24,9 @@
 //          the lower rows of the other.
 // n.       1 / rms(x) is a factor of a whole row: it is applied to the sums (bf16), or before (f16, which x times gamma might
 //          not fit). Rounded once.
+//          Codes become f16 where there is an instruction for it (sm_89), by a third of the work. Then n is f16, too: of bf16,
+//          each 128 elements times a power of two that brings the largest to [2^14, 2^15); the rest keeps bf16's precision
+//          down to 2^-28 of it, and what is lost below is less than 2^-38 of it.
 // Sums.    fp32: the tensor core's over a warp's part of K, then the 8 warps' in a fixed order through shared memory. A row's
 //          result depends on nothing but that row, whatever M and the grid are.
 //
@@ -34,31 +37,45 @@
 // Rows begin at multiples of 16 bytes; K is a multiple of 8, of 16 with codes. Strides in elements.
 //
 // Grid: (blocks), in clusters of kSplit. Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), Code (Element or
-//   cki::e4m3), kTokenTiles (1 or 2, of 8 tokens), kStages, kSplit (more than 1: sm_90, not kNorm), kSplitBlocks (gates of
-//   codes, N no multiple of 8), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
-// Dynamic shared memory: rings, parts of two tiles, squares (kNorm), gamma (kNorm), n in whole steps of all warps, `slots_led`
-//   inboxes (kSplit > 1).
+//   cki::e4m3), kSlots (1, 2, 4, 8, 16: room for tokens), kStages, kSplit (more than 1: sm_90, not kNorm), kSplitBlocks (gates of
+//   codes, N no multiple of 8), kWholeRounds (of K), kNorm, kGated, kActivation, kHasBias, kHasResidual, kProgrammatic.
+// Dynamic shared memory: rings, parts of two tiles, squares (kNorm), powers of two (bf16 beside codes), gamma (kNorm), n in whole
+//   steps of all warps, `slots_led` inboxes (kSplit > 1).
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/fragments.cuh"
+#include "gemm/skinny/cluster_inbox.cuh"
 #include "gemm/skinny/decode_operand.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 
 using namespace cki;
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
-using Operand = gemm::DecodeOperand<Element, Code>;
 constexpr bool kScaled = sizeof(Code) == 1;
+constexpr bool kConverts = kScaled && ptx::kTargetSm >= 89;
+template <bool>
+struct Products {
+  using Operand = gemm::DecodeOperand<Element, Code>;
+  using Type = Element;
+};
+template <>
+struct Products<true> {
+  using Operand = gemm::ConvertedCodes;
+  using Type = f16;
+};
+using Operand = Products<kConverts>::Operand;
+using Compute = Products<kConverts>::Type;
+constexpr bool kRescales = kConverts && gemm::IsBf16<Element>::kValue;
 constexpr bool kScaleSums = kNorm && gemm::IsBf16<Element>::kValue;  // by 1 / rms(x)
-constexpr bool kPaired = kTokenTiles == 2;
+constexpr bool kPaired = kSlots == 16;
+constexpr int kTokenTiles = kPaired ? 2 : 1;
 constexpr int kChunk = Operand::kChunk;
 constexpr int kStepK = 8 * kChunk;            // elements of K that a warp takes at a time: 128 bytes of w
 constexpr int kRoundK = kSplit * kWarps * kStepK;  // all warps
@@ -67,11 +84,13 @@ constexpr int kTileRows = 16;                  // of w
 constexpr int kTileColumns = kGated ? kTileRows / 2 : kTileRows;  // of y
 constexpr int kQuads = kTileColumns / 4;
 static_assert(kSplit == 1 || !kNorm, "squares are not exchanged");
-constexpr int kTokens = kTokenTiles * 8;
 constexpr int kPartPitch = 24;                 // floats of a token's sums: eight tokens' in different banks
 constexpr int kStageBytes = 4 * 32 * 16;       // of a warp
 constexpr int kRingBytes = kWarps * kStages * kStageBytes;
-constexpr int kSquares = kNorm ? kWarps * kTokens : 0;
+constexpr int kPart = kSlots * kPartPitch;     // a warp's sums of a tile
+constexpr int kSquares = kNorm ? kWarps * kSlots : 0;
+constexpr int kLeftRows = kPaired ? 2 : 1;     // of n that a piece of a left operand is made of: tokens t and t + 8
+constexpr int kAtOnce = kPaired ? 2 : kSlots < 4 ? kSlots : 4;  // tokens, or pairs of them, that a lane arranges at once
 // n, of a warp and step: planes of 4 pieces of 8 elements for each token. Plane h * kPieces + q has of chunk h, 4 kChunk
 // elements, the pieces q of the four lanes' chunks.
 constexpr int kPieces = kChunk / 8;
@@ -103,7 +122,7 @@ struct Cursor {
       const bool inside = column + (kGated ? 0 : half * 8) < columns;
 #pragma unroll
       for (int chunk = 0; chunk < 2; ++chunk) {
-        const bool there = inside && k + chunk * (4 * kChunk) < depth;
+        const bool there = inside && (kWholeRounds || k + chunk * (4 * kChunk) < depth);
         ptx::cp_async<16, 128>(stage + (half * 2 + chunk) * 512, rows[half] + chunk * (4 * kChunk), there ? 16 : 0);
       }
     }
@@ -120,59 +139,59 @@ struct Cursor {
   }
 };
 
-// Calls visit(k, place) for each piece of 8 elements of K that belongs to this lane; place: of token 0's, in 16 bytes.
-template <class Visit>
-__device__ __forceinline__ void for_each_piece(int warp, int rounds, int slots, Visit visit) {
+// Calls visit(k, round, place) for each piece of 8 elements of K that belongs to this lane; place: of token 0's, in 16 bytes.
+// kTogether: all lanes call as often, and those that have no piece left with place -1.
+template <bool kTogether = false, class Visit>
+__device__ __forceinline__ void for_each_piece(int warp, int rounds, Visit visit) {
   constexpr int kOfStep = kStepK / 8;
-  for (int i = lane(); i < rounds * kOfStep; i += 32) {
-    const int round = i / kOfStep, piece = i % kOfStep;
+#pragma unroll 1
+  for (int first = 0; first < rounds * kOfStep; first += 32) {
+    const int i = first + lane(), round = i / kOfStep, piece = i % kOfStep;
     const int plane = piece / (4 * kPieces) * kPieces + piece % kPieces;
-    visit((round * (kSplit * kWarps) + warp) * kStepK + piece * 8, (round * kPlanes + plane) * slots * 4 + piece / kPieces % 4);
+    const int place = (round * kPlanes + plane) * kSlots * 4 + piece / kPieces % 4;
+    const bool has = i < rounds * kOfStep;
+    if (kTogether || has) visit((round * (kSplit * kWarps) + warp) * kStepK + piece * 8, round, has ? place : -1);
   }
-}
-
-// A token's 8 elements, times what they are to be.
-__device__ __forceinline__ Vector<Element, 8> prepared(const uint4* from, const Element* gamma, float scale,
-                                                       float& squares) {
-  Vector<Element, 8> vector;
-  vector.load(reinterpret_cast<const Element*>(from));
-  if constexpr (kNorm) {
-    float values[8], factors[8];
-    vector.to_floats(values);
-    load_floats(gamma, factors);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      squares = fmaf(values[i], values[i], squares);
-      values[i] *= (kScaleSums ? 1.0f : scale) * factors[i];
-    }
-    vector.from_floats(values);
-  }
-  Operand::arrange(vector);
-  return vector;
 }
 
 // 1 / rms of a token.
 __device__ __forceinline__ float row_scale(const float* squares, int token, int depth, float epsilon) {
   float sum = 0.0f;
 #pragma unroll
-  for (int part = 0; part < kWarps; ++part) sum += squares[part * kTokens + token];
+  for (int part = 0; part < kWarps; ++part) sum += squares[part * kSlots + token];
   return rsqrtf(sum / static_cast<float>(depth) + epsilon);
 }
 
 // Sums of the squares of this warp's elements.
 __device__ __forceinline__ void store_squares(float* squares, int warp, int token, float sum) {
   sum = warp_sum(sum);
-  if (lane() == 0) squares[warp * kTokens + token] = sum;
+  if (lane() == 0) squares[warp * kSlots + token] = sum;
 }
 
-// n from the rows that this warp has copied, in place; a lane touches its own pieces alone. gamma: this warp's.
-__device__ __forceinline__ void arrange_rows(uint4* n, const Element* gamma, float* squares, int warp, int rounds, int tokens,
+// A step's elements of a token, in 16 lanes, times the power of two that brings the largest to [2^14, 2^15). What undoes it.
+__device__ __forceinline__ float fit_into_f16(float (&values)[8]) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(values[i]));
+#pragma unroll
+  for (int distance = 1; distance < 16; distance *= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
+  const u32 exponent = min(max(__float_as_uint(largest) >> 23, 15u), 254u);
+  const float up = __uint_as_float((268 - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] *= up;
+  return __uint_as_float((exponent - 14) << 23);
+}
+
+// n from the rows that this warp has copied, in place; a lane touches its own pieces alone. gamma: in shared memory, by K.
+// powers: of this warp, [round][slot].
+__device__ __forceinline__ void arrange_rows(uint4* n, const Element* gamma, float* squares, float* powers, int warp, int rounds,
                                              int depth, float epsilon) {
-  const int slots = kPaired ? 16 : tokens;
   if constexpr (kNorm && !kScaleSums) {
-    for (int token = 0; token < tokens; ++token) {
+#pragma unroll 1
+    for (int token = 0; token < kSlots; ++token) {
       float sum = 0.0f;
-      for_each_piece(warp, rounds, slots, [&](int, int place) {
+      for_each_piece(warp, rounds, [&](int, int, int place) {
         float values[8];
         load_floats(reinterpret_cast<const Element*>(n + place + token * 4), values);
 #pragma unroll
@@ -182,89 +201,85 @@ __device__ __forceinline__ void arrange_rows(uint4* n, const Element* gamma, flo
     }
     __syncthreads();
   }
-  for (int token = 0; token < min(tokens, 8); ++token) {
-    float sums[2] = {}, scales[2] = {};
+#pragma unroll 1
+  for (int first = 0; first < kSlots / kLeftRows; first += kAtOnce) {
+    float sums[kAtOnce][kLeftRows] = {}, scales[kAtOnce][kLeftRows];
     if constexpr (kNorm && !kScaleSums) {
-      scales[0] = row_scale(squares, token, depth, epsilon);
-      if (kPaired) scales[1] = row_scale(squares, token + 8, depth, epsilon);
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+#pragma unroll
+        for (int r = 0; r < kLeftRows; ++r) scales[t][r] = row_scale(squares, first + t + r * 8, depth, epsilon);
+      }
     }
-    for_each_piece(warp, rounds, slots, [&](int k, int place) {
-      const Element* factors = gamma + (kNorm ? k : 0);
-      uint4* own = n + place + token * 4;
-      const Vector<Element, 8> upper = prepared(own, factors, scales[0], sums[0]);
-      if constexpr (kPaired) {
-        const Vector<Element, 8> lower = prepared(own + 32, factors, scales[1], sums[1]);
-        own[0] = make_uint4(upper.words[0], lower.words[0], upper.words[1], lower.words[1]);
-        own[32] = make_uint4(upper.words[2], lower.words[2], upper.words[3], lower.words[3]);
-      } else {
-        own[0] = make_uint4(upper.words[0], upper.words[2], upper.words[1], upper.words[3]);
+    for_each_piece<kRescales>(warp, rounds, [&](int k, int round, int place) {
+      const bool has = !kRescales || place >= 0;
+      Vector<Element, 8> rows[kAtOnce][kLeftRows];
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+#pragma unroll
+        for (int r = 0; r < kLeftRows; ++r) {
+          rows[t][r].fill_zero();
+          if (has) rows[t][r].load(reinterpret_cast<const Element*>(n + place + (first + t + r * 8) * 4));
+        }
+      }
+      float factors[8] = {};
+      if (kNorm && has) load_floats(gamma + k, factors);
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+        u32 words[kLeftRows][4];
+#pragma unroll
+        for (int r = 0; r < kLeftRows; ++r) {
+          Vector<Compute, 8> arranged;
+          if constexpr (kNorm || kRescales) {
+            float values[8];
+            rows[t][r].to_floats(values);
+            if constexpr (kNorm) {
+#pragma unroll
+              for (int i = 0; i < 8; ++i) {
+                if constexpr (kScaleSums) {
+                  sums[t][r] = fmaf(values[i], values[i], sums[t][r]);
+                  values[i] *= factors[i];
+                } else {
+                  values[i] *= scales[t][r] * factors[i];
+                }
+              }
+            }
+            if constexpr (kRescales) {
+              const float power = fit_into_f16(values);
+              if (has && lane() % 16 == 0) powers[round * kSlots + first + t + r * 8] = power;
+            }
+            arranged.from_floats(values);
+          } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) arranged.words[i] = rows[t][r].words[i];
+          }
+          Operand::arrange(arranged);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[r][i] = arranged.words[i];
+        }
+        if (!has) continue;
+        uint4* own = n + place + (first + t) * 4;
+        if constexpr (kPaired) {
+          constexpr int kLower = kLeftRows - 1;
+          own[0] = make_uint4(words[0][0], words[kLower][0], words[0][1], words[kLower][1]);
+          own[32] = make_uint4(words[0][2], words[kLower][2], words[0][3], words[kLower][3]);
+        } else {
+          own[0] = make_uint4(words[0][0], words[0][2], words[0][1], words[0][3]);
+        }
       }
     });
     if constexpr (kScaleSums) {
-      store_squares(squares, warp, token, sums[0]);
-      if (kPaired) store_squares(squares, warp, token + 8, sums[1]);
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+#pragma unroll
+        for (int r = 0; r < kLeftRows; ++r) store_squares(squares, warp, first + t + r * 8, sums[t][r]);
+      }
     }
   }
 }
 
-__device__ __forceinline__ void add(float4& sum, const float4& other) {
-  sum.x += other.x;
-  sum.y += other.y;
-  sum.z += other.z;
-  sum.w += other.w;
-}
+using Inbox = gemm::ClusterInbox<kSplit, kThreads, kQuads>;
 __device__ __forceinline__ float component(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// In a cluster: what the other blocks add to the tiles that this one finishes, a slot each. Nothing is used twice, so nobody
-// waits to send.
-template <int kBlocks>
-struct ClusterInbox {
-  float4* entries;  // [slot][block but this one][token][quads of 16 rows]
-  u64* arrived;     // [slot]
-  int tokens;
-
-  __device__ __forceinline__ ClusterInbox(float4* first, int slots, int tokens)
-      : entries(first), arrived(reinterpret_cast<u64*>(first + slots * (kBlocks - 1) * tokens * 4)), tokens(tokens) {}
-
-  __device__ __forceinline__ float4* entry(int slot, int from, int token, int quad) const {
-    return entries + ((slot * (kBlocks - 1) + from) * tokens + token) * 4 + quad;
-  }
-  // Of this thread's columns, i: gates and ups.
-  static __device__ __forceinline__ int quad(int i) { return static_cast<int>(threadIdx.x) % kQuads + i * 2; }
-
-  // used: slots that will be. Before anything is sent, the cluster must wait.
-  __device__ __forceinline__ void begin(int used) const {
-    for (int slot = static_cast<int>(threadIdx.x); slot < used; slot += kThreads) ptx::mbarrier_init(arrived + slot, 1);
-    ptx::fence_mbarrier_init();
-    for (int slot = static_cast<int>(threadIdx.x); slot < used; slot += kThreads)
-      ptx::mbarrier_arrive_expect_tx(arrived + slot, static_cast<u32>((kBlocks - 1) * tokens * 64));
-    ptx::cluster_arrive();
-  }
-  template <int N>
-  __device__ __forceinline__ void send(const float4 (&sums)[N], int slot, int rank, int to, int token) const {
-    const u32 barrier = ptx::map_shared_rank(arrived + slot, static_cast<u32>(to));
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float4* place = entry(slot, rank - (rank > to), token, quad(i));
-      ptx::store_async_cluster_f32x4(ptx::map_shared_rank(place, static_cast<u32>(to)), sums[i], barrier);
-    }
-  }
-  // Adds all blocks' sums in the order of their ranks.
-  template <int N>
-  __device__ __forceinline__ void complete(float4 (&sums)[N], int slot, int rank, int token) const {
-    ptx::mbarrier_wait_parity(arrived + slot, 0);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float4 own = sums[i];
-      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        add(sums[i], block == rank ? own : *entry(slot, block - (block > rank), token, quad(i)));
-    }
-  }
-};
-
-using Inbox = ClusterInbox<kSplit>;
 
 // Of a tile, in one warp: [8 rows of w][product of a pair].
 using Sums = float[2][2][4];
@@ -276,10 +291,10 @@ __device__ __forceinline__ float2 sum_of(const Sums& sums, int half, int t) {
 }
 
 // sums += the products of a step.
-__device__ __forceinline__ void multiply(Sums& sums, const uint4 (&words)[2][2], const uint4* n, int slots) {
+__device__ __forceinline__ void multiply(Sums& sums, const uint4 (&words)[2][2], const uint4* n) {
 #pragma unroll
   for (int plane = 0; plane < kPlanes; ++plane) {
-    const uint4* own = n + plane * slots * 4;
+    const uint4* own = n + plane * kSlots * 4;
     const uint4 first = own[0];
     uint4 second = first;
     if constexpr (kPaired) second = own[32];
@@ -290,7 +305,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4 (&words)[2][2],
       for (int i = 0; i < 2; ++i) {
         u32 b[2];
         Operand::registers(words[half][plane / kPieces], plane % kPieces * 2 + i, b);
-        gemm::multiply(sums[half][i], a[i], b, ElementTag<Element>{});
+        gemm::multiply(sums[half][i], a[i], b, ElementTag<Compute>{});
       }
     }
   }
@@ -334,20 +349,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   if constexpr (kSplit > 1) rank = static_cast<int>(ptx::cluster_cta_rank());
   const int warp = rank * kWarps + own_warp;  // of those that share K
   const int rounds = (depth + kRoundK - 1) / kRoundK, end = rounds * kRoundK;
-  const int slots = kPaired ? 16 : tokens;
-  const int part_floats = slots * kPartPitch;  // a warp's sums of a tile
   float* parts = reinterpret_cast<float*>(shared + kRingBytes);
-  float* squares = parts + 2 * kWarps * part_floats;
-  Element* factors = reinterpret_cast<Element*>(squares + kSquares);
-  uint4* n = reinterpret_cast<uint4*>(factors + (kNorm ? end : 0)) + own_warp * rounds * kPlanes * slots * 4;
+  float* squares = parts + 2 * kWarps * kPart;
+  float* powers = squares + kSquares;
+  Element* factors = reinterpret_cast<Element*>(powers + (kRescales ? kWarps * rounds * kSlots : 0));
+  uint4* all_n = reinterpret_cast<uint4*>(factors + (kNorm ? end : 0));
+  const int of_warp = rounds * kPlanes * kSlots * 4;
+  uint4* n = all_n + own_warp * of_warp;
+  powers += own_warp * rounds * kSlots;
   unsigned char* ring = shared + own_warp * (kStages * kStageBytes) + lane() * 16;
-  const Inbox inbox(reinterpret_cast<float4*>(factors + (kNorm ? end : 0)) + kWarps * rounds * kPlanes * slots * 4, slots_led,
-                    tokens);
+  const Inbox inbox(reinterpret_cast<float4*>(all_n + kWarps * of_warp), slots_led, tokens);
 
   int tile = static_cast<int>(blockIdx.x) / kSplit;
   Cursor next(w, w_stride, tile, columns, warp);
   if constexpr (kNorm) {
-    for_each_piece(warp, rounds, 1, [&](int k, int) {
+    for_each_piece(warp, rounds, [&](int k, int, int) {
       ptx::cp_async<16>(factors + k, k < depth ? gamma + k : gamma, k < depth ? 16 : 0);
     });
   }
@@ -364,21 +380,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
   }
-  for (int token = 0; token < tokens; ++token) {
-    for_each_piece(warp, rounds, slots, [&](int k, int place) {
-      ptx::cp_async<16>(n + place + token * 4, k < depth ? x + token * x_stride + k : x, k < depth ? 16 : 0);
-    });
-  }
-  if constexpr (kPaired) {
-    for (int token = tokens; token < 16; ++token)
-      for_each_piece(warp, rounds, slots, [&](int, int place) { n[place + token * 4] = make_uint4(0, 0, 0, 0); });
-  }
+  for_each_piece(warp, rounds, [&](int k, int, int place) {
+#pragma unroll 4
+    for (int token = 0; token < kSlots; ++token)
+      ptx::cp_async<16>(n + place + token * 4, k < depth ? x + min(token, tokens - 1) * x_stride + k : x, k < depth ? 16 : 0);
+  });
   ptx::cp_async_wait_all();
-  arrange_rows(n, factors, squares, warp, rounds, tokens, depth, epsilon);
+  arrange_rows(n, factors, squares, powers, warp, rounds, depth, epsilon);
   __syncwarp();
 
   if constexpr (kSplit > 1) ptx::cluster_wait();
-  const uint4* from = n + min(lane() / 4, kPaired ? 7 : tokens - 1) * 4 + lane() % 4;
+  const int slot_of_lane = min(lane() / 4, kSlots - 1);
+  const uint4* from = n + slot_of_lane * 4 + lane() % 4;
   // What this thread finishes of each tile: four columns of a token.
   const int column = static_cast<int>(threadIdx.x) % kQuads * 4;
   const int token = static_cast<int>(threadIdx.x) / kQuads;
@@ -409,38 +422,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       if constexpr (kScaled) {
         if (round > 0 && round % 32 == 0) own.load(scales, scale_stride, tile, round, warp, columns, depth);
         Sums fresh = {};
-        multiply(fresh, words, from + round * kPlanes * slots * 4, slots);
+        multiply(fresh, words, from + round * kPlanes * kSlots * 4);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float2 scale = own.at(half, round, columns + tile * kTileColumns);
 #pragma unroll
           for (int t = 0; t < kTokenTiles; ++t) {
             const float2 sum = sum_of(fresh, half, t);
-            scaled[half][t * 2] = fmaf(sum.x, scale.x, scaled[half][t * 2]);
-            scaled[half][t * 2 + 1] = fmaf(sum.y, scale.y, scaled[half][t * 2 + 1]);
+            const float power = kRescales ? powers[round * kSlots + slot_of_lane + t * 8] : 1.0f;
+            scaled[half][t * 2] = fmaf(sum.x, scale.x * power, scaled[half][t * 2]);
+            scaled[half][t * 2 + 1] = fmaf(sum.y, scale.y * power, scaled[half][t * 2 + 1]);
           }
         }
       } else {
-        multiply(sums, words, from + round * kPlanes * slots * 4, slots);
+        multiply(sums, words, from + round * kPlanes * kSlots * 4);
       }
       __syncwarp();
       next.fetch(slot, columns, depth, end);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     if constexpr (kScaled) own = ahead;
-    float* part = parts + (turn * kWarps + own_warp) * part_floats + lane() / 4 * kPartPitch + lane() % 4 * 2;
+    float* part = parts + (turn * kWarps + own_warp) * kPart + lane() / 4 * kPartPitch + lane() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
-        if (!kPaired && lane() / 4 >= tokens) continue;
+        if (!kPaired && lane() / 4 >= kSlots) continue;
         *reinterpret_cast<float2*>(part + t * (8 * kPartPitch) + half * 8) =
             kScaled ? make_float2(scaled[half][t * 2], scaled[half][t * 2 + 1]) : sum_of(sums, half, t);
       }
     }
     __syncthreads();  // and whoever reads the other turn's parts has read them when all meet here the next time
     if (token < tokens) {
-      const float4* of_token = reinterpret_cast<const float4*>(parts + turn * kWarps * part_floats + token * kPartPitch);
+      const float4* of_token = reinterpret_cast<const float4*>(parts + turn * kWarps * kPart + token * kPartPitch);
       float factor = Operand::kFactor;
       if constexpr (kScaleSums) factor *= row_scale(squares, token, depth, epsilon);
       float4 totals[kGated ? 2 : 1];
@@ -448,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < (kGated ? 2 : 1); ++i) {
         totals[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int p = 0; p < kWarps; ++p) add(totals[i], of_token[p * (part_floats / 4) + column / 4 + i * 2]);
+        for (int p = 0; p < kWarps; ++p) gemm::add(totals[i], of_token[p * (kPart / 4) + column / 4 + i * 2]);
       }
       if constexpr (kSplit > 1) {
         if (finishes) {

@@ -76,4 +76,17 @@ struct DecodeOperand<Element, e4m3> {
   }
 };
 
+// e4m3 by the conversion to f16 that sm_89 has, in the order of memory: then x is f16.
+struct ConvertedCodes {
+  static constexpr int kChunk = 16;
+  static constexpr float kFactor = 1.0f;
+
+  static __device__ __forceinline__ void registers(const uint4& words, int i, u32 (&row)[2]) {
+    const u32 word = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+    row[0] = e4m3x2_as_f16x2(static_cast<u16>(word));
+    row[1] = e4m3x2_as_f16x2(static_cast<u16>(word >> 16));
+  }
+  static __device__ __forceinline__ void arrange(Vector<f16, 8>&) {}
+};
+
 }  // namespace cki::gemm
