@@ -121,7 +121,8 @@ def test_more_blocks_than_a_grid_holds_are_refused():
 @pytest.mark.parametrize(
     ("change", "taken"),
     [
-        ({}, True), ({"typical": 64}, True), ({"typical": 63, "keys": 2047}, False), ({"typical": 1}, True), ({"arch": "sm_80"}, False), ({"dim": 20}, False),
+        ({}, True), ({"typical": 64}, True), ({"typical": 63, "keys": 2047}, False), ({"typical": 1}, True),
+        ({"arch": "sm_80"}, False), ({"dim": 20}, False),
         ({"block_size": 16}, True), ({"block_size": 48}, True), ({"block_size": 256}, True), ({"block_size": 8}, False),
         ({"block_size": 24}, False), ({"keys": 0}, False), ({"block_size": 16, "blocks": 0}, False),
     ],
