@@ -113,12 +113,14 @@ def plan_paged_attention(
     block_table: Operand | None = None, scales: tuple[Operand, Operand] | None = None, scale: float | None = None,
     left: int = -1, softcap: float = 0.0, sinks: Operand | None = None, alibi_slopes: Operand | None = None,
     deterministic: bool = False, lse: Operand | None = None, counters: Operand | None = None,
-    choose: Choice = choose_decode,
+    choose: Choice = choose_decode, overlaps: bool = False,
 ) -> Plan:  # fmt: skip
     """The launches of `paged_attention` or `decode_attention` on checked operands.
 
     k, v: blocks with a block_table, dense of four axes without, ragged of three (lengths are then cu_seqlens_k).
     choose: instead of the heuristic (benchmarks, tests).
+    overlaps: the launches may begin while the one before ends, and let the next begin (sm_90 and later; no effect
+        before): for a chain of launches each of which waits for the one before.
     """
     batch, queries, heads, head_dim = q.shape
     if not batch * queries * heads:
@@ -150,17 +152,19 @@ def plan_paged_attention(
     # On later architectures the merging launch is under way when the parts are written.
     merge_later = chosen.split and chosen.groups > 1 and not merge_here and not chosen.cluster
     programmatic = merge_later and device.arch not in SERIAL_ARCHS
+    overlaps = overlaps and device.arch not in SERIAL_ARCHS
     dense_out = out.strides[3] == 1 and value_dim % 4 == 0 and out.is_aligned(min(16, 4 * out.dtype.itemsize))
     common: dict[str, Any] = {
         "Element": q.dtype, "LengthIndex": lengths.dtype, "kPaging": paging, "kLimitLeft": left >= 0,
         "kRows": chosen.rows, "kRowBlocks": row_blocks, "kGroup": group, "kValueDim": value_dim,
         "kPaddedValueDim": padded_dim(value_dim, itemsize),
         "kDenseOut": dense_out, "kProgrammatic": programmatic, "kDealt": chosen.dealt,
-        "kByLengths": chosen.by_lengths,
+        "kByLengths": chosen.by_lengths, "kOverlaps": overlaps,
     }  # fmt: skip
     archs = tuple(
         arch for arch in ARCHITECTURES
-        if not (itemsize == 1 and arch == "sm_80") and not ((programmatic or chosen.cluster) and arch in SERIAL_ARCHS)
+        if not (itemsize == 1 and arch == "sm_80")
+        and not ((programmatic or overlaps or chosen.cluster) and arch in SERIAL_ARCHS)
     )  # fmt: skip
     kernel = kernel_spec(
         "attention/decode.cu", "paged_attention", _PARAMS, archs=archs, kWarps=chosen.warps, kPrefetch=chosen.prefetch,
@@ -214,8 +218,11 @@ def plan_paged_attention(
     threads = (chosen.threads, 1, 1)
     cluster = (1, grid[1], grid[2] if chosen.by_lengths else 1) if chosen.cluster else (1, 1, 1)
     steps = [
-        Step(kernel, grid, threads, arguments, chosen.shared_memory(shape), cluster=cluster, reason=reason)
-    ]
+        Step(
+            kernel, grid, threads, arguments, chosen.shared_memory(shape), cluster=cluster, programmatic=overlaps,
+            reason=reason,
+        )
+    ]  # fmt: skip
     if merge_later:
         merge = kernel_spec(
             "attention/decode_merge.cu",
@@ -325,7 +332,7 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     def add(
         dtype: DType, dim: int, *, queries: int = 1, group: int = 4, block_size: int = 16, cache: DType | None = None,
         scale_axes: int = 0, count: bool = False, features: bool = False, batch: int = 8,
-        columns: int = 4096,
+        columns: int = 4096, overlaps: bool = False,
     ) -> None:  # fmt: skip
         if cache == dtypes.e4m3 and arch == "sm_80":
             return
@@ -338,7 +345,8 @@ def representative_specs(arch: str) -> list[KernelSpec]:
             q, pages, pages, dense("seq_lens", (batch,), dtypes.i32), q, device, sinks=per_head,
             block_table=dense("block_table", (batch, columns), dtypes.i32),
             scales=(scale, scale) if scale_axes else None,
-            counters=dense("counters", (counters_needed(q),), dtypes.u32) if count else None, **options,
+            counters=dense("counters", (counters_needed(q),), dtypes.u32) if count else None, overlaps=overlaps,
+            **options,
         )  # fmt: skip
         for step in plan.steps:
             found[step.kernel] = None
@@ -348,6 +356,7 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     add(dtypes.bf16, 128, batch=1, columns=256)
     add(dtypes.bf16, 128, batch=4, columns=256)
     add(dtypes.bf16, 128, batch=6, columns=32)
+    add(dtypes.bf16, 128, overlaps=True)
     add(dtypes.bf16, 128, block_size=1, queries=4)
     add(dtypes.f16, 64, group=8, queries=4, features=True, count=True)
     add(dtypes.bf16, 256, features=True, count=True)

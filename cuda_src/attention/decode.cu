@@ -28,6 +28,8 @@
 //   - by the blocks of a cluster, which are all groups that can share a unit (kClusterBlocks of them, sm_90), through
 //     each other's shared memory (decode_cluster.cuh).
 //
+// kOverlaps (sm_90): this launch may begin while the one before it ends, of which it waits for all, and the next one beside it.
+//
 // Slots past a sequence's end are not read; table entries past it or before the window may be anything. A table entry
 // outside the cache stands for keys and values of zero. Keys that some but not all rows see are hidden by
 // replacing scores.
@@ -126,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and the compiler knows
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
-  if constexpr (kProgrammatic) ptx::griddepcontrol_launch_dependents();
+  if constexpr (kOverlaps) ptx::griddepcontrol_wait();  // before the next launch begins, which may read lengths at once
+  if constexpr (kProgrammatic || kOverlaps) ptx::griddepcontrol_launch_dependents();
 
   const int total_rows = queries * kGroup;
   const int units = kv_heads * kRowBlocks;  // of a sequence

@@ -7,7 +7,7 @@
 // block had is written already.
 //
 // kProgrammatic (sm_90): the launch begins while the first one runs, and waits for its end when all is prepared.
-// Lengths are read before that, as the first launch began when they were there.
+// Lengths are read before that, as the first launch began when they were there. kOverlaps: the next launch may begin, too.
 //
 // Bytes moved: the parts, fp32, once: at most two parts of kRows rows a block of the first launch; they come from L2.
 #include "attention/decode_combine.cuh"
@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) float scratch[kWarps * State::kPitch];
   int* tables = reinterpret_cast<int*>(smem);
+  if constexpr (kOverlaps) ptx::griddepcontrol_launch_dependents();
 
   const int total_rows = queries * kGroup;
   const int together = static_cast<int>(gridDim.x), beside = static_cast<int>(blockIdx.x);

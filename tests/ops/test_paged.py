@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import cki
 from cki import reference
+from cki.heuristics.paged import SERIAL_ARCHS
 from cki.memory import PagedKVCache
+from cki.ops.call import call
+from cki.ops.paged import PAGED_ATTENTION, plan_paged_attention
 from tests.compare import assert_close
 from tests.ops.attention_cases import BF16, DTYPES, F16, normal, plain
 from tests.ops.paged_cases import E4M3, check_paged, configured, paged_cache, plain_paged
@@ -274,6 +279,45 @@ def test_replays_over_changing_steps_equal_eager_calls_bit_for_bit(device, monke
         assert not replayed[len(counts) :].any()
         for sequence in batch:
             cache.truncate(sequence, cache.length(sequence) - 1)
+
+
+@pytest.mark.parametrize("lengths", [[70, 300], [1500]])
+def test_programmatic_launches_behind_what_writes_their_inputs(device, lengths):
+    """In a graph of steps, each of which stores a token and attends: what launches one after the other gives."""
+    if device.info.arch in SERIAL_ARCHS:
+        pytest.skip("no launch begins before the one ahead ends")
+    cache, table = paged_cache(lengths, 16, 2, 32, F16)
+    spec = dataclasses.replace(
+        PAGED_ATTENTION,
+        plan=lambda problem, outputs, info: plan_paged_attention(
+            problem["q"], problem["k_cache"], problem["v_cache"], problem["seq_lens"], outputs["out"], info,
+            block_table=problem["block_table"], overlaps=True,
+        ),
+    )  # fmt: skip
+    batch = len(lengths)
+    slots = [int(table[b, (n - 1) // 16]) * 16 + (n - 1) % 16 for b, n in enumerate(lengths)]
+    new = [device.array(normal((batch, 2, 32), F16, seed)) for seed in (3, 4)]
+    q = device.array(queries(batch, 1, 4, 32, F16))
+    k, v, table, lens, slots = (
+        device.array(np.asarray(a)) for a in (*cache, table, np.int32(lengths), slots)
+    )
+    results = []
+    for overlapping in (False, True):
+
+        def steps(x, overlapping=overlapping):
+            outs = []
+            for _ in range(3):
+                cki.append_kv(*new, (k, v), slots)
+                inputs, attributes = (x, k, v, table, lens, *(None,) * 5), (None, (-1, -1), 0.0, False, False)
+                outs.append(call(spec if overlapping else PAGED_ATTENTION, inputs, attributes, (None, None)))
+                x = outs[-1]
+            return tuple(outs)
+
+        graph = cki.capture(steps, q)
+        results.append([device.numpy(out).copy() for out in graph.replay()])
+    for apart, overlapped in zip(*results):
+        assert np.isfinite(apart).all() and apart.any()
+        assert np.array_equal(apart.view(np.uint16), overlapped.view(np.uint16))
 
 
 def test_a_captured_workspace_stays_the_graphs(device):
