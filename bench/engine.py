@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--variants", nargs="+", choices=list(engine_models.VARIANTS), default=["default"],
         help="plain: norms and gates are launches; decode, tokens: inside `linear_decode`, `linear_tokens`; "
-        "merged: tokens, and attention's merge inside its launch; fp8: e4m3 weights; fp8_kv: and an e4m3 cache",
+        "fp8: e4m3 weights; fp8_kv: and an e4m3 cache",
     )  # fmt: skip
     parser.add_argument("--transformers", nargs="*", choices=("eager", "compiled"), default=[])
     arguments = parser.parse_args(argv)

@@ -38,11 +38,8 @@ SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 #: Options of `DecoderPlanner` by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {}, "plain": {"way": "plain"}, "decode": {"way": "decode"}, "tokens": {"way": "tokens"},
-    "merged": {"way": "tokens", "merge_inside": True},
-    "fp8": {"fp8": True}, "fp8_decode": {"fp8": True, "way": "decode"},
-    "fp8_merged": {"fp8": True, "way": "tokens", "merge_inside": True},
+    "fp8": {"fp8": True}, "fp8_decode": {"fp8": True, "way": "decode"}, "fp8_tokens": {"fp8": True, "way": "tokens"},
     "fp8_kv": {"fp8": True, "kv_codes": True},
-    "fp8_kv_merged": {"fp8": True, "kv_codes": True, "way": "tokens", "merge_inside": True},
 }  # fmt: skip
 #: Standard deviation of random codes.
 _CODE_SPREAD = 64.0

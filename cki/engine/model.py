@@ -126,7 +126,7 @@ class DecoderModel:
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
-        stream: int | None = None, way: Way | None = None, merge_inside: bool = False, kv_codes: bool = False,
+        stream: int | None = None, way: Way | None = None, merge_inside: bool = True, kv_codes: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream

@@ -1,9 +1,9 @@
 """A decoder's products, with the norms before and the gates behind them: the launches that compute each.
 
 tokens       weights of the model's type                     e4m3 codes with scales of 128 x 128 blocks
-few          linear_decode, where weights are small          linear_decode: W8A16
-to 64        linear_tokens, where it is asked for            linear_tokens, where it is asked for: W8A16
-more         rms_norm, linear, gated_linear                  linear_fp8 on rows quantised by 128s: W8A8 (sm_90a);
+to 8         linear_decode; before Hopper of small weights   linear_decode: W8A16
+to 64        rms_norm, linear, gated_linear                  linear_tokens: W8A16 (sm_90a)
+more         the same                                        linear_fp8 on rows quantised by 128s: W8A8 (sm_90a);
                                                              elsewhere linear_decode, 16 tokens after the other
 """
 
@@ -32,8 +32,10 @@ from cki.plan import Plan, Step
 
 _BLOCK = 128
 _PROJECTED = "projected"
-#: Architectures of `linear_fp8`.
-_W8A8 = ("sm_90a",)
+#: Architectures of `linear_fp8` and `linear_tokens`.
+_HOPPER = ("sm_90a",)
+#: Tokens up to which `linear_decode` is the better of the two, and than launches apart of large weights (an H200).
+_DECODE_TOKENS = 8
 
 
 #: How products of few tokens are launched: see `Products`.
@@ -114,7 +116,8 @@ class Products:
     def _by_tokens(self, x: Operand, weight: Weight, *, gated: bool) -> bool:
         """Whether `linear_tokens` computes a product."""
         y = dense("y", (x.shape[0], weight.w.shape[0] // (2 if gated else 1)), x.dtype)
-        return self.way == "tokens" and not token_obstacles(
+        is_better = weight.scales is not None and x.shape[0] > _DECODE_TOKENS
+        return (self.way == "tokens" or (self.way is None and is_better)) and not token_obstacles(
             x, weight.w, y, self.device, gated=gated, scales=weight.scales
         )
 
@@ -123,10 +126,11 @@ class Products:
         if self._by_tokens(x, weight, gated=gated):
             return True
         if weight.scales is not None:
-            return x.shape[0] <= MAX_TOKENS or self.device.arch not in _W8A8
+            return x.shape[0] <= MAX_TOKENS or self.device.arch not in _HOPPER
         y = dense("y", (x.shape[0], weight.w.shape[0]), x.dtype)
         is_small = weight.w.size * weight.w.dtype.itemsize < MIN_WEIGHT_BYTES
-        wanted = is_small if self.way is None else self.way == "decode"
+        is_better = is_small or (x.shape[0] <= _DECODE_TOKENS and self.device.arch in _HOPPER)
+        wanted = is_better if self.way is None else self.way == "decode"
         return wanted and not decode_obstacles(x, weight.w, y, self.device)
 
     def _in_parts(

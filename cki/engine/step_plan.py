@@ -92,7 +92,7 @@ class DecoderPlanner:
     positions: int
     seen_rows: int
     way: Way | None = None
-    merge_inside: bool = False
+    merge_inside: bool = True
     fp8: bool = False
     kv_codes: bool = False
 
