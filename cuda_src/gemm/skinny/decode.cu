@@ -380,10 +380,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
   }
+  // Blocks begin with different tokens: all want the same few lines of L2 at the same time.
   for_each_piece(warp, rounds, [&](int k, int, int place) {
 #pragma unroll 4
-    for (int token = 0; token < kSlots; ++token)
-      ptx::cp_async<16>(n + place + token * 4, k < depth ? x + min(token, tokens - 1) * x_stride + k : x, k < depth ? 16 : 0);
+    for (int t = 0; t < kSlots; ++t) {
+      const int slot = static_cast<int>((blockIdx.x + t) % kSlots);
+      const Element* from = x + min(slot, tokens - 1) * x_stride + k;
+      ptx::cp_async<16>(n + place + slot * 4, k < depth ? from : x, k < depth ? 16 : 0);
+    }
   });
   ptx::cp_async_wait_all();
   arrange_rows(n, factors, squares, powers, warp, rounds, depth, epsilon);
