@@ -264,7 +264,7 @@ class _LayerPlanner:
             k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
             positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
             q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
-            scales=self._scales(),
+            scales=self._scales(), overlaps=True,
         )  # fmt: skip
         left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
         lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)
@@ -274,7 +274,7 @@ class _LayerPlanner:
                 q.view((tokens, 1, c.num_heads, dim), (width, width, dim, 1)), k_cache, v_cache, lengths,
                 attended.view((tokens, 1, c.num_heads, dim), (q_end, q_end, dim, 1)), self.device,
                 block_table=table, left=left, scales=self._scales(),
-                counters=self.buffer["counters"] if self.model.merge_inside else None,
+                counters=self.buffer["counters"] if self.model.merge_inside else None, overlaps=True,
             )  # fmt: skip
             return steps + self._planned(plan)
         offsets = dense("cu_seqlens_q", (shape.sequences + 1,), dtypes.i32)

@@ -127,11 +127,14 @@ def plan_append_kv(
     device: DeviceInfo, *, q: Operand | None = None, q_out: Operand | None = None, positions: Operand | None = None,
     rotation: Rotation | None = None, q_norm_weight: Operand | None = None, k_norm_weight: Operand | None = None,
     norm_eps: float = 1e-6, norm_weight_offset: float = 0.0, scales: tuple[Operand, Operand] | None = None,
+    overlaps: bool = False,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch of `append_kv`, or with q alone of `apply_rope`, on checked operands; none without tokens.
 
     q and q_out: [tokens, heads, head_dim], both or neither.  k, v, caches, slots: all or none.
     scales: of an e4m3 cache, see `append_kv`.
+    overlaps: the launch may begin while the one before ends, and lets the next begin (sm_90 and later): for chains of
+        such launches.  By itself it is slower so.
     """
     first = k if k is not None else q
     assert first is not None
@@ -155,10 +158,10 @@ def plan_append_kv(
     num_slots, block_size = (
         (0, 1) if k_cache is None else (k_cache.shape[0] * k_cache.shape[1], max(k_cache.shape[1], 1))
     )
-    programmatic = device.arch not in SERIAL_ARCHS
+    programmatic = overlaps and device.arch not in SERIAL_ARCHS
     kernel = kernel_spec(
         "kv/append_kv.cu", "append_kv", _PARAMS, max_registers=96,
-        archs=tuple(a for a in ARCHITECTURES[1 if fp8 else 0 :] if (a in SERIAL_ARCHS) != programmatic),
+        archs=tuple(a for a in ARCHITECTURES[1 if fp8 else 0 :] if not (programmatic and a in SERIAL_ARCHS)),
         Element=first.dtype, CacheElement=cache_dtype, SlotIndex=dtypes.i64 if slots is None else slots.dtype,
         PositionIndex=dtypes.i64 if positions is None else positions.dtype,
         NormWeight=first.dtype if norm_weight is None else norm_weight.dtype,
@@ -298,9 +301,10 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     add(dtypes.bf16, 256, dtypes.e4m3, 1, rotation=Rotation(64), norm=True)
     add(dtypes.f32, 7, dtypes.f32, rotation=Rotation(6, interleaved=True))
     x = dense("x", (64, 32, 128), dtypes.bf16)
-    for step in plan_append_kv(
-        None, None, None, None, device, q=x, q_out=x, positions=dense("positions", (64,), dtypes.i32),
-        rotation=Rotation(128),
-    ):  # fmt: skip
-        found[step.kernel] = None
+    for overlaps in (False, True):
+        for step in plan_append_kv(
+            None, None, None, None, device, q=x, q_out=x, positions=dense("positions", (64,), dtypes.i32),
+            rotation=Rotation(128), overlaps=overlaps,
+        ):  # fmt: skip
+            found[step.kernel] = None
     return list(found)
