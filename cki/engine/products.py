@@ -17,7 +17,7 @@ from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.linear_decode import MAX_TOKENS
 from cki.heuristics.linear_skinny import MIN_WEIGHT_BYTES
-from cki.heuristics.linear_tokens import tiles
+from cki.heuristics.linear_tokens import counters
 from cki.operand import Operand, dense
 from cki.ops.gated_linear import plan_gated_linear
 from cki.ops.linear import plan_linear
@@ -139,7 +139,7 @@ class Products:
     ) -> tuple[Step, ...]:  # fmt: skip
         """By `linear_tokens` in one launch, or by `linear_decode`, as many tokens a launch as it takes."""
         if self._by_tokens(x, weight, gated=gated):
-            count = tiles(y.shape[1], gated=gated) + 1
+            count = counters(y.shape[1], gated=gated)
             return plan_linear_tokens(
                 x, weight.w, weight.bias, residual, y, self.device, norm=norm, activation=activation, gated=gated,
                 scales=weight.scales, counters=dense("tile_counters", (count,), dtypes.u32),

@@ -25,6 +25,7 @@ from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_weights import weight_specs
 from cki.engine.products import Products, Stream, Way, Weight
+from cki.heuristics.linear_tokens import counters
 from cki.operand import Operand, dense
 from cki.ops.advance import plan_advance
 from cki.ops.attention import PackedSequences, plan_attention
@@ -101,6 +102,7 @@ class DecoderPlanner:
         c, t, n = self.config, shape.tokens, shape.sequences
         heads = c.num_heads * c.head_dim
         widest = max(c.hidden_size, heads, c.intermediate_size)
+        most = max(c.vocab_size, 2 * widest, heads + 2 * c.num_kv_heads * c.head_dim)  # rows of a weight
         of_codes = {
             "delta": ((t, c.hidden_size), self.dtype), "last_delta": ((n, c.hidden_size), self.dtype),
             "codes": ((t, widest), dtypes.e4m3),
@@ -130,11 +132,9 @@ class DecoderPlanner:
             "logprobs": ((n,), dtypes.f32),
             "top_tokens": ((n, MAX_ALTERNATIVES), dtypes.i32),
             "top_logprobs": ((n, MAX_ALTERNATIVES), dtypes.f32),
-            "tile_counters": (
-                (max(c.vocab_size, 2 * (widest + 2 * c.num_kv_heads * c.head_dim)) // 128 + 1,),
-                dtypes.u32,
-            ),
-            "counters": ((n * c.num_heads,), dtypes.u32),  # zeros before and after each step
+            # Zeros before and after each step: attention's, and those of products of few tokens.
+            "counters": ((n * c.num_heads,), dtypes.u32),
+            "tile_counters": ((counters(most, gated=False),), dtypes.u32),
             "seen": ((self.seen_rows, -(-c.vocab_size // 32)), dtypes.u32),
             **{name: ((n,), dtype) for name, dtype in SAMPLING.items()},
         }

@@ -17,7 +17,7 @@ _CONSUMER_THREADS = 256
 _ARRANGED = 3
 _MOST_STAGES = 12
 #: Barriers, squares, one word: an upper bound, in bytes.
-_SMALL = 1024
+_SMALL = 3072
 
 
 def token_size(tokens: int) -> int:
@@ -70,6 +70,11 @@ def blocks(
     return shared_by * max(1, min(stages_of_all, device.sm_count // shared_by))
 
 
+def counters(columns: int, *, gated: bool) -> int:
+    """Zeros that a launch needs: of each tile's warps, whose number is rounded up to whole clusters."""
+    return (tiles(columns, gated=gated) + 1) // 2 * 2 * _CONSUMER_THREADS // 32
+
+
 def part_bytes(size: int) -> int:
-    """Of a block's sums of one tile, and its tokens' squares."""
-    return 4 * (size // 2 * _CONSUMER_THREADS + size)
+    """Of a block's sums of one tile, and its tokens' squares by each warp."""
+    return 4 * (size // 2 * _CONSUMER_THREADS + size * _CONSUMER_THREADS // 32)

@@ -76,7 +76,7 @@ def plan_linear_tokens(
     """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
 
     scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
-    counters: u32, zeros before the launch and after it, one a tile (`cki.heuristics.linear_tokens.tiles`) or more.
+    counters: u32, zeros before the launch and after it, `cki.heuristics.linear_tokens.counters` or more.
     shared_by: blocks of a cluster, 1 or 2; None: what is best.
     w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
     """
@@ -88,8 +88,9 @@ def plan_linear_tokens(
     shared_by = shared_by or heuristics.sharers(size)
     if size // shared_by % 8:
         obstacles.append(f"{size} tokens, not shared out by eights among {shared_by} blocks")
-    if counters.size < -(-tiles // shared_by) * shared_by:
-        obstacles.append(f"{counters.size} counters for {tiles} tiles")
+    needed = heuristics.counters(columns, gated=gated)
+    if counters.size < needed:
+        obstacles.append(f"{counters.size} counters, not {needed}")
     if obstacles:
         raise UnsupportedError(
             "linear of few tokens", obstacles, "rms_norm, linear, gated_linear and linear_fp8"

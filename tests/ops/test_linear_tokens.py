@@ -87,7 +87,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
 
 
 def run(case: Case, arrays, device, launches: int = 1) -> np.ndarray:
-    arrays = {**arrays, "counters": np.zeros(64, np.uint32)}
+    arrays = {**arrays, "counters": np.zeros(256, np.uint32)}
     specs = [(name, values.shape, dtypes.from_numpy(values.dtype)) for name, values in arrays.items()]
     memory = DeviceTensors(device, specs)
     for name, values in arrays.items():
@@ -170,6 +170,6 @@ def test_a_row_has_the_same_bits_in_any_company(device):
 def test_what_it_cannot_compute_is_refused(x, w, y, options, match):
     operands = dense("x", *x), dense("w", *w), None, None, dense("y", y, x[1])
     with pytest.raises(UnsupportedError, match=match):
-        plan_linear_tokens(*operands, sim_device("sm_90a"), counters=dense("c", (8,), dtypes.u32), **options)
+        plan_linear_tokens(*operands, sim_device("sm_90a"), counters=dense("c", (64,), dtypes.u32), **options)
     with pytest.raises(UnsupportedError, match="it needs sm_90a"):
-        plan_linear_tokens(*operands, sim_device("sm_80"), counters=dense("c", (8,), dtypes.u32), **options)
+        plan_linear_tokens(*operands, sim_device("sm_80"), counters=dense("c", (64,), dtypes.u32), **options)

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/memory.cuh"
 
@@ -51,20 +50,19 @@ __device__ __forceinline__ void for_each_part(const EvenWork& work, int block, c
   }
 }
 
-// By kThreads threads of a block that have stored their sums of a tile: whether all its `parts` are stored, and the block is the
-// one to add them. counter: zero before the launch, and after it. told: one word of shared memory.
-template <int kThreads>
-__device__ __forceinline__ bool is_last_part(u32* counter, int parts, int thread, int barrier, volatile u32* told) {
+// By a warp that has stored its share of a tile's sums: whether the same warps of all `parts` have, and this is to add them.
+// counter: of these warps; zero before the launch, and after it.
+__device__ __forceinline__ bool is_last_part(u32* counter, int parts) {
   ptx::fence_acq_rel_gpu();
-  ptx::bar_sync(barrier, kThreads);
-  if (thread == 0) {
-    const bool last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(parts - 1);
-    if (last) ptx::store_relaxed_gpu(counter, 0);
-    *told = last;
+  __syncwarp();
+  int is_last = 0;
+  if (threadIdx.x % 32 == 0) {
+    is_last = ptx::atom_add_acq_rel_gpu(counter, 1) == static_cast<u32>(parts - 1);
+    if (is_last) ptx::store_relaxed_gpu(counter, 0);
   }
-  ptx::bar_sync(barrier, kThreads);
-  ptx::fence_acq_rel_gpu();
-  return *told != 0;
+  is_last = __shfl_sync(0xffffffffu, is_last, 0);
+  if (is_last) ptx::fence_acq_rel_gpu();
+  return is_last != 0;
 }
 
 }  // namespace cki::gemm

@@ -29,7 +29,8 @@
 //   kSharers (1 or 2), kNorm, kGated, kActivation, kHasBias, kHasResidual.
 // Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x tokens, or kTokens /
 //   kSharers where that is more than one.
-// parts: kPartFloats floats for each of 2 slots a block. counters: a zero a tile, of a multiple of kSharers tiles.
+// parts: kPartFloats floats for each of 2 slots a block. counters: kConsumerWarps zeros a tile, of a multiple of
+//   kSharers tiles.
 // Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
@@ -37,7 +38,6 @@
 #include "gemm/hopper/token_arrange.cuh"
 #include "gemm/hopper/token_products.cuh"
 #include "gemm/hopper/token_stages.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -126,42 +126,46 @@ struct Output {
   float epsilon;
 };
 
-// Stores the sums of a part of a tile that several blocks share, and says whether it was the last. squares: of each token.
-__device__ __forceinline__ bool store_part(const float (&sum)[kSums], const Shared& shared, const Share& share,
-                                           const Output& out, int row_of_tiles, int parts, const Place& place,
-                                           const float* squares) {
-  float* own = out.parts + static_cast<i64>(share.slot(share.cluster, row_of_tiles)) * kPartFloats;
+constexpr int kLaneTokens = kTokens > 32 ? 2 : 1;  // lane, lane + 32: whose squares a lane holds
+using Squares = float[kLaneTokens];
+
+// A warp's share of a part of a tile that several blocks share, into its place.
+__device__ __forceinline__ void store_part(const float (&sum)[kSums], const Squares& squares, float* to) {
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j)
-    *reinterpret_cast<float4*>(own + (j * kConsumerThreads + place.thread) * 4) =
+    *reinterpret_cast<float4*>(to + (j * 32 + lane()) * 4) =
         make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
-  if (kNorm && place.thread < kTokens) own[kSums * kConsumerThreads + place.thread] = squares[place.thread];
-  u32* counter = out.counters + share.tile(row_of_tiles);
-  return is_last_part<kConsumerThreads>(counter, parts, place.thread, 1, shared.told());
+  if constexpr (kNorm) {
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i)
+      if (lane() + i * 32 < kTokens) to[kSums * 32 + lane() + i * 32] = squares[i];
+  }
 }
 
-// The sums of all parts in place of this block's.
-__device__ __forceinline__ void add_parts(float (&sum)[kSums], const Share& share, const Output& out, int row_of_tiles,
-                                          int first, int last, const Place& place, float* squares) {
+// The sums of a warp's shares of all parts in place of its own.
+__device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares, const Share& share, const Output& out,
+                                          int row_of_tiles, int first, int last, int warp) {
+  constexpr int kTogether = kTokens <= 16 ? 8 : 4;  // parts whose loads are under way
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
-  float square = 0.0f;
-#pragma unroll 4
+#pragma unroll
+  for (int i = 0; i < kLaneTokens; ++i) squares[i] = 0.0f;
+#pragma unroll kTogether
   for (int other = first; other <= last; ++other) {
-    const float* from = out.parts + static_cast<i64>(share.slot(other, row_of_tiles)) * kPartFloats;
+    const float* from = out.parts + (static_cast<i64>(share.slot(other, row_of_tiles)) * kPartFloats + warp * kWarpPart);
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
-      const float4 part = *reinterpret_cast<const float4*>(from + (j * kConsumerThreads + place.thread) * 4);
+      const float4 part = *reinterpret_cast<const float4*>(from + (j * 32 + lane()) * 4);
       sum[j * 4] += part.x;
       sum[j * 4 + 1] += part.y;
       sum[j * 4 + 2] += part.z;
       sum[j * 4 + 3] += part.w;
     }
-    if (kNorm && place.thread < kTokens) square += from[kSums * kConsumerThreads + place.thread];
-  }
-  if constexpr (kNorm) {
-    if (place.thread < kTokens) squares[place.thread] = square;
-    ptx::bar_sync(1, kConsumerThreads);
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i)
+        if (lane() + i * 32 < kTokens) squares[i] += from[kSums * 32 + lane() + i * 32];
+    }
   }
 }
 
@@ -207,6 +211,7 @@ __device__ __forceinline__ void write(const float (&sum)[kSums], const float (&r
 __device__ __forceinline__ void consume(const Shared& shared, const Share& share, const Output& out, const float* scales,
                                         i64 scale_stride, int tiles) {
   const Place place;
+  const int warp = place.thread / 32;
   Ring ring = shared.ring();
   ArrangedRing arranged = shared.arranged();
   SquaresRing squares_ring = shared.squares_ring();
@@ -220,27 +225,42 @@ __device__ __forceinline__ void consume(const Shared& shared, const Share& share
     } else {
       multiply_plain(sum, shared, ring, arranged, place, part);
     }
-    float* squares = shared.squares();
+    Squares squares = {};
     if constexpr (kNorm) {
       squares_ring.wait_full();
-      if (kStepGroups > 1 && place.thread < kTokens) squares[place.thread] += squares[kTokens + place.thread];
-      ptx::bar_sync(1, kConsumerThreads);
-    }
-    const int first = share.work.first_block(part.tile), last = share.work.last_block(part.tile);
-    if (first == last || store_part(sum, shared, share, out, part.tile, last - first + 1, place, squares)) {
-      float residual[kSums];
-      if constexpr (kHasResidual) {
-        for_each_result(out, tile, place, [&](int index, int token, int at) {
-          residual[index] = to_float(out.residual[token * out.residual_stride + at]);
-        });
+      const float* arranged_squares = shared.squares();
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i) {
+        const int token = lane() + i * 32;
+        if (token >= kTokens) continue;
+        squares[i] = arranged_squares[token];
+        if constexpr (kStepGroups > 1) squares[i] += arranged_squares[kTokens + token];
       }
-      if (first < last) add_parts(sum, share, out, part.tile, first, last, place, squares);
-      write(sum, residual, out, tile, place, squares);
-    }
-    if constexpr (kNorm) {
       __syncwarp();
       squares_ring.release();
     }
+    const int first = share.work.first_block(part.tile), last = share.work.last_block(part.tile);
+    if (first < last) {
+      store_part(sum, squares, out.parts + (static_cast<i64>(share.slot(share.cluster, part.tile)) * kPartFloats +
+                                            warp * kWarpPart));
+      if (!is_last_part(out.counters + (tile * kConsumerWarps + warp), last - first + 1)) return;
+    }
+    float residual[kSums];
+    if constexpr (kHasResidual) {
+      for_each_result(out, tile, place, [&](int index, int token, int at) {
+        residual[index] = to_float(out.residual[token * out.residual_stride + at]);
+      });
+    }
+    if (first < last) add_parts(sum, squares, share, out, part.tile, first, last, warp);
+    float* const own_squares = shared.warp_squares(warp);
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i)
+        if (lane() + i * 32 < kTokens) own_squares[lane() + i * 32] = squares[i];
+      __syncwarp();
+    }
+    write(sum, residual, out, tile, place, own_squares);
+    if constexpr (kNorm) __syncwarp();
   });
 }
 

@@ -2,7 +2,7 @@
 //
 //   ring      kStages stages of w (128 rows of 128 bytes) and of x (boxes of all tokens, 128 bytes of each)
 //   arranged  kArranged stages of n as the products take it; none where that is x itself
-//   barriers of the ring, of what is arranged, of a part's squares; the squares; a word for the merge
+//   barriers of the ring, of what is arranged, of a part's squares; the squares
 #pragma once
 
 #include "common/stage_ring.cuh"
@@ -34,13 +34,16 @@ constexpr int kBytesW = kRows * kSpan, kStageBytes = kBytesW + kBytesX;
 constexpr int kShareTokens = kTokens / kSharers;  // that a block brings
 constexpr int kXReaders = (kArranges ? kArrangerThreads : kConsumerThreads) / 32;  // warps
 constexpr int kSums = kTokens / 2;  // of a thread
-constexpr int kPartFloats = kSums * kConsumerThreads + kTokens;  // of a part: its sums, its squares
+constexpr int kConsumerWarps = kConsumerThreads / 32;
+constexpr int kWarpPart = kSums * 32 + kTokens;           // floats of a warp's part: its sums, the squares
+constexpr int kPartFloats = kConsumerWarps * kWarpPart;
 
 constexpr int kArrangedAt = kStages * kStageBytes;
 constexpr int kBarriersAt = kArrangedAt + (kArranges ? kArranged * kBytesX : 0);
 constexpr int kSquaresAt = kBarriersAt + StageRing<kStages>::kBytes + StageRing<kArranged>::kBytes + StageRing<1>::kBytes;
-constexpr int kSharedBytes = kSquaresAt + 2 * kTokens * 4 + 16;
-static_assert(kSharedBytes <= kBarriersAt + 1024, "what the planner allows for");
+// Of the arrangers' two halves, and each consumer warp's own.
+constexpr int kSharedBytes = kSquaresAt + (2 + kConsumerWarps) * kTokens * 4;
+static_assert(kSharedBytes <= kBarriersAt + 3072, "what the planner allows for");
 static_assert(kShareTokens % 8 == 0, "blocks share out whole patterns of the swizzle");
 static_assert(kTokens == 8 || kTokens == 16 || kTokens == 32 || kTokens == 64, "tokens of a wgmma");
 
@@ -63,7 +66,7 @@ struct Shared {
     return SquaresRing(memory + kBarriersAt + Ring::kBytes + ArrangedRing::kBytes);
   }
   __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(memory + kSquaresAt); }
-  __device__ __forceinline__ u32* told() const { return reinterpret_cast<u32*>(memory + kSquaresAt + 2 * kTokens * 4); }
+  __device__ __forceinline__ float* warp_squares(int warp) const { return squares() + (2 + warp) * kTokens; }
 };
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
