@@ -15,6 +15,7 @@ one's.  Writes results/gemm_epilogue.csv, or gemm_plain.csv with the geometric m
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -122,12 +123,15 @@ def check(name: str, run: Callable[[Inputs], Any], i: Inputs) -> float:
 
 def measure(rows: int, depth: int, columns: int, plain: bool) -> list[dict[str, Any]]:
     """Rows of one shape, all in turn.  plain: only products alone."""
+    import torch
+
     nbytes = 2 * (depth * (rows + columns) + (1 if plain else 2) * rows * columns)
     inputs = common.rotated(lambda seed: (make_inputs(rows, depth, columns, seed),), nbytes, limit=6)
     variants = implementations()
     if plain:
         variants = {name: variants[name] for name in ("torch", "plain")}
-    with ThreadPoolExecutor() as pool:  # compiles several at a time
+    # Compiles several at a time; a thread's first call of torch makes the GPU its own.
+    with ThreadPoolExecutor(initializer=functools.partial(torch.cuda.set_device, 0)) as pool:
         list(pool.map(lambda run: run(*inputs[0]), variants.values()))
     errors = {name: check(name, run, *inputs[0]) for name, run in variants.items()}
     times = common.graph_times_in_turn(variants, inputs, rounds=ROUNDS)

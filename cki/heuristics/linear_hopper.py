@@ -128,7 +128,7 @@ TILES = (
     HopperTile(128, 256, 4), HopperTile(256, 128, 4), HopperTile(128, 128, 6, True), HopperTile(128, 128, 6),
     HopperTile(64, 128, 8, True), HopperTile(64, 64, 8, True), HopperTile(128, 64, 8, split=2),
 )  # fmt: skip
-#: Small blocks, for few rows and a weight that memory gives, not L2 (`_heavy_tile`).
+#: Small blocks, for few rows.
 SMALL_TILES = (
     HopperTile(64, 64, 6, consumers=1), HopperTile(64, 64, 6, split=2, consumers=1),
 )  # fmt: skip
@@ -240,7 +240,8 @@ def preferred_hopper_tile(
         tile = _heavy_tile(columns, device)
     if residual and norm != "residual" and (tile.split, tile.consumers) == (1, 2):
         shape = (tile.block_m, tile.block_n, tile.ping_pong)
-        tile = next((t for t in FETCHING_TILES if shape == (t.block_m, t.block_n, t.ping_pong)), tile)
+        fetching = next((t for t in FETCHING_TILES if shape == (t.block_m, t.block_n, t.ping_pong)), tile)
+        tile = replace(tile, stages=fetching.stages, fetches=fetching.fetches)
     if norm in ("layer", "rms") and tile_count(tile, rows, columns) <= _SPARE_ROUNDS * device.sm_count:
         tile = replace(tile, spare_warps=True)
     options = {"activation": activation, "residual": residual}
@@ -250,12 +251,15 @@ def preferred_hopper_tile(
 def _heavy_tile(columns: int, device: DeviceInfo) -> HopperTile:
     """Of up to 64 rows by a weight that memory gives, which the model above does not know: as measured.
 
-    Two launches of the tile should fit the GPU side by side, so that one begins while the other ends.
+    Two launches of the tile should fit the GPU side by side, so that one begins while the other ends: when few of its
+    copies are left, so that memory always has something to do.
     """
     across = -(-columns // 64)
     if 2 * across <= device.sm_count:
-        return SMALL_TILES[1]
-    return HopperTile(64, 128, 8, True) if across <= device.sm_count else HopperTile(64, 64, 8, True)
+        return HopperTile(64, 128, 8, split=2, left=4)
+    if across <= device.sm_count:
+        return HopperTile(64, 128, 8, True, left=4)
+    return replace(SMALL_TILES[0], ahead=4, left=0)
 
 
 def beats_generic(

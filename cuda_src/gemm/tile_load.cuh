@@ -67,14 +67,12 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* ma
   constexpr int kPerChunk = 16 / kSize;
   // A thread copies the same chunk of every kRowStep-th row: its column, the validity of it and the permutation are
   // computed once, and one pointer walks down the rows. (Anything else costs a register for each row.)
-  // Where there are more threads than chunks, the last have nothing to do.
-  constexpr int kRowStep = kThreads / kChunks < kRows ? kThreads / kChunks : kRows;
+  constexpr int kRowStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kRowStep == 0, "every thread copies the same number of chunks");
   constexpr int kPeriod = kSwizzle == Swizzle::kRows8 ? 8 : 4;
   static_assert(kRowStep % kPeriod == 0 || kRows == kRowStep, "the rows of a thread share the permutation");
   const int chunk = static_cast<int>(threadIdx.x) % kChunks;
   const int row = static_cast<int>(threadIdx.x) / kChunks;
-  if (kThreads / kChunks > kRows && row >= kRows) return;
   const int column = first_column + chunk * kPerChunk;
   const int valid_columns = max(0, min(columns - column, kPerChunk));
   const Element* chunk_column = matrix + static_cast<i64>(column) * column_stride;

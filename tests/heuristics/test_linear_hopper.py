@@ -289,5 +289,5 @@ def test_a_residual_comes_by_tma_where_that_was_measured():
 
 def test_64_rows_by_heavy_weights():
     """Two launches fit the GPU side by side, where they can."""
-    for columns, expected in ((4096, "64x64s6k2small"), (6144, "64x128s8pp"), (28672, "64x64s8pp")):
+    for columns, expected in ((4096, "64x128s8k2l4"), (6144, "64x128s8ppl4"), (28672, "64x64s6smalla4l0")):
         assert str(preferred_hopper_tile(64, columns, 4096, H200)) == expected

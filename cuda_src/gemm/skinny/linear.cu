@@ -31,8 +31,9 @@
 //
 // Grid: (ceil(N / kBlockN) * kSplit, ceil(M / kBlockM)), clusters of (kSplit, 1).
 // Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsN, kWarpsK, kStages,
-//   kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX,
-//   kUnitStrideW, kWeightAlongN, kRowAxes, kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
+//   kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kHint (bytes that L2 may fetch around a piece of w),
+//   kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX, kUnitStrideW, kWeightAlongN, kRowAxes,
+//   kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
 // Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
@@ -109,14 +110,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if constexpr (kProgrammatic) {
     if constexpr (kCopyBytesW == 16) {
       const int k_end = min(depth, first_k + min(tiles, kStagesAhead) * kStageK);
-      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0)>(w, w_stride, first_k, k_end, first_column, columns);
+      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0)>(w, w_stride, first_k, k_end, first_column,
+                                                                           columns);
     }
     ptx::griddepcontrol_wait();
   }
 
   const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
   const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
-  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kThreads, Element> whole(
+  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kThreads, kHint, Element> whole(
       w + (kWeightAlongN ? first_k * w_stride + first_column : first_column * w_stride + first_k), w_stride,
       kWeightAlongN ? kStageK * w_stride : kStageK);
   const bool whole_columns = kCopyBytesW == 16 && first_column + kBlockN <= columns;
@@ -156,7 +158,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       __syncthreads();  // stage `tile` is there for all, and nobody reads the stage that is filled next
     }
     if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1, next_slot);
-    if (kProgrammatic && kLeft >= 0 && tile + kStages == max(tiles - kLeft, 1)) ptx::griddepcontrol_launch_dependents();
+    if (kProgrammatic && kLeft >= 0 && tile + kStages == max(tiles - kLeft, 1)) {
+      ptx::griddepcontrol_launch_dependents();
+    }
     ptx::cp_async_commit_group();
     next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
     if (tile < 0) continue;
