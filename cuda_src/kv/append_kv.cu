@@ -98,9 +98,25 @@ __device__ __forceinline__ void store_part(T* p, i64 step, int first, int dim, c
 // together then touch neighbouring words.
 __device__ __forceinline__ int spread(int i) { return i % kPart * kLanes + i / kPart; }
 
+// The cosine and the signed sine of each of a lane's elements: the same in every row, so registers keep them.
+struct Angles {
+  float cosines[kPart], sines[kPart];
+
+  __device__ __forceinline__ void load(int first, const float* all_cosines, const float* all_sines) {
+#pragma unroll
+    for (int e = 0; e < kPart; ++e) {
+      const int i = first + e;
+      if (i >= kRotaryDim) break;
+      const bool second = kInterleaved ? i % 2 != 0 : i >= kPairs;
+      const int pair = kInterleaved ? i / 2 : second ? i - kPairs : i;
+      cosines[e] = all_cosines[pair];
+      sines[e] = second ? all_sines[pair] : -all_sines[pair];
+    }
+  }
+};
+
 // Rotates the pairs of a row. `row` is shared memory of this row alone (kExchange).
-__device__ __forceinline__ void rotate(float (&values)[kPart], int first, float* row, const float* cosines,
-                                       const float* sines) {
+__device__ __forceinline__ void rotate(float (&values)[kPart], int first, float* row, const Angles& angles) {
   float partners[kPart];
   if constexpr (kExchange) {
 #pragma unroll
@@ -122,11 +138,8 @@ __device__ __forceinline__ void rotate(float (&values)[kPart], int first, float*
   }
 #pragma unroll
   for (int e = 0; e < kPart; ++e) {
-    const int i = first + e;
-    if (i >= kRotaryDim) break;
-    const bool second = kInterleaved ? i % 2 != 0 : i >= kPairs;
-    const int pair = kInterleaved ? i / 2 : second ? i - kPairs : i;
-    values[e] = fmaf(values[e], cosines[pair], partners[e] * (second ? sines[pair] : -sines[pair]));
+    if (first + e >= kRotaryDim) break;
+    values[e] = fmaf(values[e], angles.cosines[e], partners[e] * angles.sines[e]);
   }
 }
 
@@ -196,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   TokenRow next(first_row + thread / kLanes, rows, q_heads, kv_heads);
   load(next);
 
+  Angles angles;
   if constexpr (kRotaryDim > 0) {
     if (thread < kPairs) {
       float cosine = 1.0f, sine = 0.0f;
@@ -213,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       sines[thread] = kInverse ? -sine : sine;
     }
     __syncthreads();
+    angles.load(first, cosines, sines);
   }
 
   const bool stored = kHasCache && slot >= 0 && slot < num_slots;
@@ -248,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       float rotated[kPart];
 #pragma unroll
       for (int e = 0; e < kPart; ++e) rotated[e] = values[e];
-      rotate(rotated, first, exchange[kExchange ? thread / kLanes : 0], cosines, sines);
+      rotate(rotated, first, exchange[kExchange ? thread / kLanes : 0], angles);
       if (!row.is_value) {
 #pragma unroll
         for (int e = 0; e < kPart; ++e) values[e] = rotated[e];
