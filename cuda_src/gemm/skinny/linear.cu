@@ -158,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       __syncthreads();  // stage `tile` is there for all, and nobody reads the stage that is filled next
     }
     if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1, next_slot);
-    if (kProgrammatic && kLeft >= 0 && tile + kStages == max(tiles - kLeft, 1)) {
-      ptx::griddepcontrol_launch_dependents();
+    if constexpr (kProgrammatic && kLeft >= 0) {
+      if (tile + kStages == max(tiles - kLeft, 1)) ptx::griddepcontrol_launch_dependents();
     }
     ptx::cp_async_commit_group();
     next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
