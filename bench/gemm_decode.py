@@ -82,7 +82,7 @@ class Variant:
 
     def tokens_a_launch(self, product: Product, tokens: int, itemsize: int, device: DeviceInfo) -> int:
         """All, or as many as fit."""
-        split = self.split or heuristics.split(product.depth, device, norm=product.norm)
+        split = self.split or heuristics.split(product.depth, itemsize, device, norm=product.norm)
         return next(
             n for n in (tokens, 8, 4, 2, 1)
             if not heuristics.obstacles(n, product.depth, itemsize, device, norm=product.norm, split=split)
@@ -176,7 +176,8 @@ def variants_of(product: Product, tokens: int, codes: bool, probe: bool, device:
     """The choice, and with `probe` others that fit."""
     if not probe:
         return [Variant()]
-    itemsize, split = 1 if codes else 2, heuristics.split(product.depth, device, norm=product.norm)
+    itemsize = 1 if codes else 2
+    split = heuristics.split(product.depth, itemsize, device, norm=product.norm)
     norm, room = product.norm, device.shared_memory_per_block - 4096
     count = Variant().tokens_a_launch(product, tokens, itemsize, device)
     rings = [

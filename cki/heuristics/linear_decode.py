@@ -15,11 +15,10 @@ _TILE_ROWS = 16
 _STAGE_BYTES = WARPS * _TILE_ROWS * STEP_BYTES
 _PART_PITCH = 24
 _SCALE_BLOCK = 128
-#: Elements of K from which on two blocks share them.
+#: Elements of K from which on two blocks share them; of codes half as many.
 _SPLIT_DEPTH = 8192
-#: Steps under way: so many if they fit twice into an SM's shared memory, so that the next launch begins beside.
-_FEW_STAGES, _MOST_STAGES, _LEAST_STAGES = 4, 8, 2
-_RESERVED = 1024  # bytes of shared memory that the system takes for each block
+#: Steps under way.
+_MOST_STAGES, _LEAST_STAGES = 8, 2
 
 
 def slots(tokens: int) -> int:
@@ -43,22 +42,18 @@ def _fixed_bytes(tokens: int, depth: int, itemsize: int, *, norm: bool, split: i
 
 
 def stages(
-    tokens: int,
-    depth: int,
-    itemsize: int,
-    device: DeviceInfo,
-    *,
-    norm: bool,
-    split: int = 1,
-    inboxes: int = 0,
-) -> int:
-    """Steps that a lane has under way; 0 if x leaves no room.  itemsize: of w.  inboxes: bytes."""
+    tokens: int, depth: int, itemsize: int, device: DeviceInfo, *, norm: bool, split: int = 1, inboxes: int = 0,
+    steps: int = _MOST_STAGES,
+) -> int:  # fmt: skip
+    """Steps that a lane has under way; 0 if x leaves no room.
+
+    itemsize: of w.  inboxes: bytes.  steps: of a warp in all.  As many as there is room for, so that an SM has one block.
+    With rings of which two fitted, steps of Qwen3-8B's launches took 1.4 times their kernels alone (1 token): launches
+    that begin early can then lie on the SMs that the launch before does not use, two blocks on each, none on others.
+    """
     fixed = _fixed_bytes(tokens, depth, itemsize, norm=norm, split=split) + inboxes
-    room = device.shared_memory_per_block - fixed
-    beside = (device.shared_memory_per_block + _RESERVED) // 2 - _RESERVED - fixed
-    if beside >= _FEW_STAGES * _STAGE_BYTES:
-        room = beside
-    found = min(_MOST_STAGES, room // _STAGE_BYTES)
+    room = (device.shared_memory_per_block - fixed) // _STAGE_BYTES
+    found = min(_MOST_STAGES, max(steps, _LEAST_STAGES), room)
     return found if found >= _LEAST_STAGES else 0
 
 
@@ -77,13 +72,14 @@ def inboxes(tokens: int, tiles: int, clusters: int, split: int) -> tuple[int, in
     return led, led * ((split - 1) * tokens * _TILE_ROWS * 4 + 8)
 
 
-def split(depth: int, device: DeviceInfo, *, norm: bool) -> int:
-    """Blocks that share K.  Not by the tokens: a row's last bits must not depend on them.
+def split(depth: int, itemsize: int, device: DeviceInfo, *, norm: bool) -> int:
+    """Blocks that share K.  Not by the tokens: a row's last bits must not depend on them.  itemsize: of w.
 
-    For 12288 two took 19.4 us where one took 23.6 (4 tokens, e4m3, H200), and 8 tokens fit; four were slower, and two
-    for 4096 made no difference for 16-bit weights.
+    On an H200 two took for 12288, of e4m3, 15.1 / 17.5 us at 1 / 4 tokens where one took 16.7 / 24.8, and 8 tokens
+    fit; for 4096, of e4m3, 8.3 / 9.1 / 10.1 us at 1 / 4 / 8 tokens instead of 8.2 / 10.2 / 13.6.  Four were slower.
     """
-    return 2 if depth >= _SPLIT_DEPTH and not norm and device.arch not in NO_CLUSTERS else 1
+    least = _SPLIT_DEPTH if itemsize > 1 else _SPLIT_DEPTH // 2
+    return 2 if depth >= least and not norm and device.arch not in NO_CLUSTERS else 1
 
 
 def clusters(tiles: int, device: DeviceInfo, split: int = 1) -> int:

@@ -38,7 +38,7 @@ def decode_obstacles(
     scales: Operand | None = None, split: int | None = None,
 ) -> list[str]:  # fmt: skip
     """Why the kernel cannot compute a product; none where it can.  x, y: [tokens, ..]; w: [rows, K]."""
-    split = split or heuristics.split(x.shape[1], device, norm=norm is not None)
+    split = split or heuristics.split(x.shape[1], w.dtype.itemsize, device, norm=norm is not None)
     found = heuristics.obstacles(
         x.shape[0], x.shape[1], w.dtype.itemsize, device, norm=norm is not None, split=split
     )
@@ -79,13 +79,15 @@ def plan_linear_decode(
     tokens, depth = x.shape
     columns = y.shape[1]
     itemsize, normed = w.dtype.itemsize, norm is not None
-    split = split or heuristics.split(depth, device, norm=normed)
+    split = split or heuristics.split(depth, itemsize, device, norm=normed)
     tiles = -(-columns // (8 if gated else 16))
     clusters = heuristics.clusters(tiles, device, split)
     led, inboxes = heuristics.inboxes(tokens, tiles, clusters, split)
+    rounds = -(-depth // (split * heuristics.round_depth(itemsize)))
     ring = stages or heuristics.stages(
-        tokens, depth, itemsize, device, norm=normed, split=split, inboxes=inboxes
-    )
+        tokens, depth, itemsize, device, norm=normed, split=split, inboxes=inboxes,
+        steps=-(-tiles // clusters) * rounds,
+    )  # fmt: skip
     kernel = decode_kernel(
         x.dtype, device.arch, tokens, ring, bias=None if bias is None else bias.dtype, norm=normed, gated=gated,
         activation=activation, residual=residual is not None, codes=w.dtype == dtypes.e4m3,
