@@ -11,10 +11,9 @@
 //          Here they are part of the products. And the weight never depends on the launch before: this kernel begins to
 //          read it while that one still runs (kProgrammatic), a ring on every SM, which no other way of launching does.
 //
-// Work.    A block computes tiles of 16 rows of w, all of K, tile after tile (blockIdx.x, + gridDim.x, ...): one block an SM,
-//          of half its registers and, for few tokens, half its shared memory, so that the next launch fits beside it. Of K 8
-//          warps take 128 bytes of w each in turn. So a warp needs a part of x only, which no other warp needs: it copies and
-//          arranges that itself, and no warp waits for another before a tile's end.
+// Work.    A block computes tiles of 16 rows of w, all of K, tile after tile (blockIdx.x, + gridDim.x, ...), one block an SM.
+//          Of K 8 warps take 128 bytes of w each in turn. So a warp needs a part of x only, which no other warp needs: it
+//          copies and arranges that itself, and no warp waits for another before a tile's end.
 // w.       Each lane has a ring of its own in shared memory (cp.async), from which it reads what it has copied: 16 bytes of a
 //          row, two rows and two places a step; L2 is told of the whole line, without which DRAM gave a fifth less. kStages steps are under way, also beyond the end of a tile. (Through
 //          registers the compiler moved the loads of several steps together, behind the products of the last: memory idled.)
