@@ -15,8 +15,9 @@
 //          Of K 8 warps take 128 bytes of w each in turn. So a warp needs a part of x only, which no other warp needs: it
 //          copies and arranges that itself, and no warp waits for another before a tile's end.
 // w.       Each lane has a ring of its own in shared memory (cp.async), from which it reads what it has copied: 16 bytes of a
-//          row, two rows and two places a step; L2 is told of the whole line, without which DRAM gave a fifth less. kStages steps are under way, also beyond the end of a tile. (Through
-//          registers the compiler moved the loads of several steps together, behind the products of the last: memory idled.)
+//          row, two rows and two places a step. kStages steps are under way, also beyond the end of a tile. (Through registers
+//          the compiler moved the loads of several steps together, behind the products of the last: memory idled.) L2 is told
+//          of whole lines, 128 bytes: without that, memory gave a fifth less.
 // Product. Its rows are tokens, its columns 8 rows of w: a lane's 16 bytes of w are two right operands as they come, and codes
 //          become operands once for all tokens. Up to 8 tokens, the left operand's lower 8 rows hold the same tokens' other
 //          elements, those of the second right operand: of two products by one left operand, the upper rows count of one,
