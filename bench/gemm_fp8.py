@@ -2,7 +2,6 @@
 
     python bench/gemm_fp8.py                                   # Llama-8B's four products at 1024 and 4096 rows, 4096^3
     python bench/gemm_fp8.py --shape 8192x8192x8192            # ROWSxDEPTHxCOLUMNS
-    python bench/gemm_fp8.py --tiles                           # every candidate of the kernel's tiles too
 
 "torch bf16" is `torch.matmul` (cuBLASLt) of bf16 tensors, "torch fp8" `torch._scaled_mm` with one scale for a tensor,
 where it runs: a simpler product, without scales of blocks.  Before timing, rows of our result are compared with
@@ -12,9 +11,7 @@ float64.  `vs_bf16`: our bf16 kernel's time over this one's.  Writes results/gem
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -22,11 +19,6 @@ import numpy as np
 
 import cki
 import cki.reference
-from cki import cache, dtypes
-from cki.heuristics.linear_fp8 import CANDIDATES, Fp8Tile
-from cki.ops.call import call
-from cki.ops.linear_fp8 import LINEAR_FP8, fp8_kernel, plan_linear_fp8
-from cki.plan import Plan
 
 SHAPES = (
     *(f"{rows}x{shape}" for rows in (1024, 4096) for shape in ("4096x6144", "4096x4096", "4096x28672", "14336x4096")),
@@ -56,26 +48,12 @@ def make_inputs(rows: int, depth: int, columns: int, seed: int) -> tuple[Any, ..
     )  # fmt: skip
 
 
-def with_tile(tile: Fp8Tile | None) -> Callable[..., Any]:
-    """`f(*inputs)` by our kernel; None: with its own choice."""
-    if tile is None:
-        return lambda x, xs, w, ws, a, b, y: cki.linear_fp8(x, xs, w, ws, out=y)
-
-    def plan(p: Any, outputs: Any, device: Any) -> Plan:
-        given = (p["x"], p["x_scale"], p["w"], p["w_scale"], None, outputs["out"])
-        return Plan(plan_linear_fp8(*given, device, tile=tile))
-
-    spec = dataclasses.replace(LINEAR_FP8, plan=plan)
-    return lambda x, xs, w, ws, a, b, y: call(spec, (x, xs, w, ws, None), ("bf16",), (y,))
-
-
-def check(inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> float:
+def check(inputs: tuple[Any, ...]) -> float:
     """The largest error of some rows, relative to the largest value.  Ends when it is too large."""
     import torch
 
     x, x_scale, w, w_scale, _, _, y = inputs
-    y.fill_(float("nan"))
-    (run or with_tile(None))(*inputs)
+    cki.linear_fp8(x, x_scale, w, w_scale, out=y)
     picked = sorted({*range(min(16, y.shape[0])), *range(max(0, y.shape[0] - 16), y.shape[0])})
 
     def host(tensor: Any) -> Any:
@@ -90,17 +68,15 @@ def check(inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> flo
     return error
 
 
-def measure(rows: int, depth: int, columns: int, tiles: Sequence[Fp8Tile]) -> list[dict[str, object]]:
+def measure(rows: int, depth: int, columns: int) -> list[dict[str, object]]:
     """Rows of one shape, all in turn."""
     import torch
 
     nbytes = depth * (rows + columns) + 2 * rows * columns
     inputs = common.rotated(lambda seed: make_inputs(rows, depth, columns, seed), 3 * nbytes, limit=8)
-    one = torch.ones((), device="cuda")
-    own = {"cki": with_tile(None), **{f"cki {tile}": with_tile(tile) for tile in tiles}}
-    errors = {name: check(inputs[0], run) for name, run in own.items()}
+    error, one = check(inputs[0]), torch.ones((), device="cuda")
     variants: dict[str, Callable[..., Any]] = {
-        **own,
+        "cki": lambda x, xs, w, ws, a, b, y: cki.linear_fp8(x, xs, w, ws, out=y),
         "cki bf16": lambda x, xs, w, ws, a, b, y: cki.linear(a, b, weight_layout="out_in", out=y),
         "torch bf16": lambda x, xs, w, ws, a, b, y: torch.matmul(a, b.T, out=y),
         "torch fp8": lambda x, xs, w, ws, a, b, y: torch._scaled_mm(
@@ -116,7 +92,7 @@ def measure(rows: int, depth: int, columns: int, tiles: Sequence[Fp8Tile]) -> li
     return [
         common.row(
             "linear_fp8", f"{rows}x{depth}x{columns}", "e4m3", name, timing, nbytes=nbytes,
-            flops=2.0 * rows * depth * columns, error=f"{errors[name]:.1e}" if name in errors else "",
+            flops=2.0 * rows * depth * columns, error=f"{error:.1e}" if name == "cki" else "",
             vs_bf16=round(times["cki bf16"].median_us / timing.median_us, 3),
             vs_torch_bf16=round(times["torch bf16"].median_us / timing.median_us, 3),
         )
@@ -128,16 +104,12 @@ def main() -> None:
     """Measures and writes gemm_fp8.csv."""
     parser = argparse.ArgumentParser(description="time of linear layers of e4m3 codes")
     parser.add_argument("--shape", action="append", help="ROWSxDEPTHxCOLUMNS; may be repeated")
-    parser.add_argument("--tiles", action="store_true", help="time all candidates")
     arguments = parser.parse_args()
     common.require_gpu()
-    tiles = CANDIDATES if arguments.tiles else ()
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tile: cache.get(fp8_kernel(dtypes.bf16, tile), "sm_90a"), tiles))
     rows: list[dict[str, object]] = []
     for shape in arguments.shape or SHAPES:
         m, k, n = (int(extent) for extent in shape.split("x"))
-        rows += measure(m, k, n, tiles)
+        rows += measure(m, k, n)
     common.write_csv("gemm_fp8", rows)
 
 

@@ -5,7 +5,7 @@
     python bench/gemm_llama.py --without l0                      # candidates whose names contain that
 
 No bias, so torch is `torch.matmul`. The candidates for few rows are the best tile of `skinny/linear.cu`, by its model,
-and blocks of Hopper's GEMM, small and larger ones; each also EARLY, and with HINTS. Kernels are compiled first,
+and blocks of Hopper's GEMM, small and larger ones; each also EARLY. Kernels are compiled first,
 several at a time. Then one worker process compares every implementation with a float64 product on the GPU before it
 times all of a cell in turn, one graph replay each a round. Where it dies or falls silent, it is started again from
 that cell on, without the candidate that it was at.
@@ -49,8 +49,6 @@ ROWS = (1, 8, 16, 64, 2048)
 LAYOUTS = ("in_out", "out_in")
 #: (ahead, left): stages that a launch asks for ahead, copies that are left when it lets the next one begin.
 EARLY = ((4, 0), (0, 4))
-#: Bytes that L2 may fetch around a piece.
-HINTS = (128, 256)
 #: Of Hopper's GEMM with up to 64 rows.
 LOW_TILES = (
     *SMALL_TILES, HopperTile(64, 64, 12, consumers=1), HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True),
@@ -75,8 +73,9 @@ def candidates(
             tiles.append(copying)
         if copying is not None and rows <= 16:
             few = [copying, dataclasses.replace(copying, ahead=0, left=-1)]
-            few += [dataclasses.replace(copying, ahead=a, left=n) for a, n in EARLY if copying.programmatic]
-            tiles += [*few, *(dataclasses.replace(tile, hint=hint) for tile in few for hint in HINTS)]
+            tiles += few + [
+                dataclasses.replace(copying, ahead=a, left=n) for a, n in EARLY if copying.programmatic
+            ]
     if 16 < rows <= 64:
         tiles += [*LOW_TILES, *(dataclasses.replace(t, ahead=a, left=n) for t in LOW_TILES for a, n in EARLY)]
     elif rows > 64:

@@ -62,7 +62,6 @@ class SkinnyTile:
     ahead: stages of its weight that such a launch asks for in L2 while the one before it ends; 0: as its copies.
     left: of its copies, when it lets the next launch begin: late, that one asks for its weight when memory has nothing
         else to do; -1: from the beginning on.
-    hint: bytes that L2 may fetch around a piece of the weight, 128 or 256; 0: none.
     """
 
     block_m: int
@@ -74,7 +73,6 @@ class SkinnyTile:
     programmatic: bool = True
     ahead: int = 0
     left: int = -1
-    hint: int = 0
 
     @property
     def threads(self) -> int:
@@ -91,8 +89,7 @@ class SkinnyTile:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
         kind = "" if self.programmatic else "serial"
         early = (f"a{self.ahead}" if self.ahead else "") + (f"l{self.left}" if self.left >= 0 else "")
-        hint = f"h{self.hint}" if self.hint else ""
-        return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{early}{hint}"
+        return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{early}"
 
 
 def _with_splits(

@@ -16,8 +16,7 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.linear import pair_access
-from cki.heuristics.linear_fp8 import BLOCK, BLOCK_M, Fp8Tile
-from cki.heuristics.linear_hopper import LAUNCH_REGISTERS
+from cki.heuristics.linear_hopper import LAUNCH_REGISTERS, HopperTile, tile_count
 from cki.heuristics.rows import row_batches
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
@@ -27,8 +26,14 @@ from cki.ops.linear_hopper import row_obstacles, stores_by_tma, tensor_map
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import NullPointer, Plan, Step
 
+#: Neighbours with one scale.
+BLOCK = 128
 _ARCH = "sm_90a"
 _PARAMS = "TTTPPPPiiiqqqqqqq"
+#: The same rows of 128 bytes as of 64 elements of 16 bits, so the tile's numbers are those.
+_TILE = HopperTile(128, 128, 5)
+#: Of a stage, behind the layout that other tiles have: a scale a row, one for all columns, and whole units of 16 bytes.
+_SCALE_BYTES = (_TILE.block_m + 4) * 4
 #: Registers of (producer, consumer) threads: 128 * 56 + 256 * 224.
 _REGISTER_SHARES = (56, 224)
 _CODES = (dtypes.e4m3, dtypes.u8)
@@ -64,8 +69,6 @@ def plan_linear_fp8(
     bias: Operand | None,
     y: Operand,
     device: DeviceInfo,
-    *,
-    tile: Fp8Tile = Fp8Tile(),  # noqa: B008
 ) -> tuple[Step, ...]:
     """The launch; none for an empty result.  UnsupportedError names every obstacle."""
     if y.size == 0:
@@ -80,29 +83,28 @@ def plan_linear_fp8(
     y_step = 1 if columns == 1 else y.strides[-1]
     by_tma = stores_by_tma(y)
     kernel = fp8_kernel(
-        y.dtype, tile, bias=None if bias is None else bias.dtype, tma_store=by_tma,
+        y.dtype, bias=None if bias is None else bias.dtype, tma_store=by_tma,
         pair_y=by_tma or pair_access(y, y_step, (y_stride,)),
         pair_bias=bias is not None and pair_access(bias, bias.strides[0], ()),
     )  # fmt: skip
-    x_map = tensor_map(x, depth, rows, x_stride, (BLOCK, BLOCK_M))
-    w_map = tensor_map(w, depth, columns, w.strides[0], (BLOCK, tile.block_n // tile.sharers))
+    x_map = tensor_map(x, depth, rows, x_stride, (BLOCK, _TILE.block_m))
+    w_map = tensor_map(w, depth, columns, w.strides[0], (BLOCK, _TILE.block_n))
     scale_steps = (
         x_scale_row,
         *_scale_strides(x_scale, -1),
         *_scale_strides(w_scale, 0),
         *_scale_strides(w_scale, 1),
     )
-    clusters = tile.clusters(rows, columns)
-    blocks = tile.sharers * max(1, min(clusters, device.sm_count // tile.sharers))
+    tiles = tile_count(_TILE, rows, columns)
     step = Step(
-        kernel, (blocks, 1, 1), (tile.threads, 1, 1),
+        kernel, (min(tiles, device.sm_count), 1, 1), (_TILE.threads, 1, 1),
         (
             x_map, w_map, tensor_map(y, columns, rows, y_stride, (64, 16)) if by_tma else x_map, x_scale, w_scale,
             bias or NullPointer(), y, rows, columns, depth, *scale_steps, 1 if bias is None else bias.strides[0],
             y_stride, y_step,
         ),
-        smem=tile.shared_memory, cluster=(tile.sharers, 1, 1), programmatic=True,
-        reason=f"{rows} x {depth} by {columns}: e4m3 wgmma and TMA, tiles {tile} on {blocks} blocks",
+        smem=_TILE.shared_memory + _TILE.stages * _SCALE_BYTES, programmatic=True,
+        reason=f"{rows} x {depth} by {columns}: e4m3 wgmma and TMA, {tiles} tiles of {_TILE.block_m} x {_TILE.block_n}",
     )  # fmt: skip
     return (step,)
 
@@ -127,7 +129,6 @@ def _obstacles(x: Operand, w: Operand, batches: list[Any], device: DeviceInfo) -
 
 def fp8_kernel(
     dtype: DType,
-    tile: Fp8Tile = Fp8Tile(),  # noqa: B008
     *,
     bias: DType | None = None,
     tma_store: bool = True,
@@ -138,9 +139,8 @@ def fp8_kernel(
     producer, consumer = _REGISTER_SHARES
     return kernel_spec(
         "gemm/hopper/linear_fp8.cu", "linear_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
-        Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kBlockM=BLOCK_M, kBlockN=tile.block_n,
-        kStages=tile.stages, kParts=tile.parts, kLag=tile.lag, kOutputs=tile.outputs, kSharers=tile.sharers,
-        kTmaStore=tma_store, kVectorY=2 if pair_y else 1,
+        Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kBlockM=_TILE.block_m, kBlockN=_TILE.block_n,
+        kStages=_TILE.stages, kTmaStore=tma_store, kVectorY=2 if pair_y else 1,
         kVectorBias=2 if bias is not None and pair_bias else 1,
         kProducerRegisters=producer, kConsumerRegisters=consumer,
     )  # fmt: skip

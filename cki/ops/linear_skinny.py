@@ -138,7 +138,7 @@ def skinny_kernel(
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kWarpsN=tile.warps_n,
         kWarpsK=tile.warps_k, kStages=tile.stages, kMinBlocks=min_blocks, kSplit=tile.split,
-        kProgrammatic=programmatic, kStagesAhead=tile.ahead or tile.stages - 1, kLeft=tile.left, kHint=tile.hint,
+        kProgrammatic=programmatic, kStagesAhead=tile.ahead or tile.stages - 1, kLeft=tile.left,
         kCopyBytesX=copy_x, kCopyBytesW=copy_w,
         kUnitStrideX=unit_x, kUnitStrideW=access.column_stride == 1, kWeightAlongN=access.along_n, kRowAxes=row_axes,
         kVectorY=2 if pair_y else 1, kVectorResidual=2 if residual and pair_residual else 1,

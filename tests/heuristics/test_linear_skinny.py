@@ -68,7 +68,7 @@ def test_the_choice_is_the_fastest_tile_measured(problem):
     tile = choose_skinny_tile(rows, columns, depth, 2, H200, along_n=True)
     assert preferred_tile(rows, columns, depth, 2, H200, along_n=True, copy_width=16) == tile
     assert tile.programmatic == (tile.left >= 0)
-    tile = dataclasses.replace(tile, ahead=0, left=-1, hint=0)  # as in that file
+    tile = dataclasses.replace(tile, ahead=0, left=-1)  # as in that file
     assert times[str(tile)] <= 1.02 * min(times.values())
     predicted = predicted_time(tile, rows, columns, depth, 2, H200)
     assert 0.9 < predicted / times[str(tile)] < 1.1

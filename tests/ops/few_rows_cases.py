@@ -16,8 +16,8 @@ from tests.ops.linear_cases import linear_with_tile, normal, plain
 #: Rings of two stages; K in one block, and over clusters.
 WHOLE, PAIR, FOUR = (SkinnyTile(16, 64, 1, 4, 2, split) for split in (1, 2, 4))
 #: The last block's share of K is larger; two warps share columns; no programmatic launch.
-EIGHT = SkinnyTile(16, 64, 2, 2, 2, 8, ahead=3, left=1, hint=128)
-SQUARE = SkinnyTile(32, 64, 2, 2, 2, 2, programmatic=False, hint=256)
+EIGHT = SkinnyTile(16, 64, 2, 2, 2, 8, ahead=3, left=1)
+SQUARE = SkinnyTile(32, 64, 2, 2, 2, 2, programmatic=False)
 FEW = (WHOLE, PAIR, FOUR, EIGHT, SQUARE)
 
 LAYOUTS = ("in_out", "out_in")

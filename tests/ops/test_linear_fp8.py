@@ -15,7 +15,6 @@ import cki.sim
 from cki import dtypes
 from cki.device import sim_device
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
-from cki.heuristics.linear_fp8 import CANDIDATES
 from cki.operand import dense
 from cki.ops.call import call
 from cki.ops.linear_fp8 import LINEAR_FP8, plan_linear_fp8
@@ -65,13 +64,12 @@ def test_extents(hopper, rows, depth, columns, out_dtype):
     check(hopper, x, x_scale, w, w_scale, normal((columns,), F32, 5), out_dtype)
 
 
-@pytest.mark.parametrize("tile", CANDIDATES, ids=str)
-def test_a_block_with_several_tiles(hopper, tile):
+def test_a_block_with_several_tiles(hopper):
     """Of enough stages for the consumers to take turns."""
 
     def plan(p, outputs, device):
         given = (p["x"], p["x_scale"], p["w"], p["w_scale"], None, outputs["out"])
-        return Plan(plan_linear_fp8(*given, dataclasses.replace(device, sm_count=tile.sharers), tile=tile))
+        return Plan(plan_linear_fp8(*given, dataclasses.replace(device, sm_count=1)))
 
     spec = dataclasses.replace(LINEAR_FP8, plan=plan)
     x, w = codes((200, 1424), 1), codes((264, 1424), 2)

@@ -31,9 +31,9 @@
 //
 // Grid: (ceil(N / kBlockN) * kSplit, ceil(M / kBlockM)), clusters of (kSplit, 1).
 // Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsN, kWarpsK, kStages,
-//   kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kHint (bytes that L2 may fetch around a piece of w),
-//   kCopyBytesX, kCopyBytesW (16, 8, 4, or the element's size), kUnitStrideX, kUnitStrideW, kWeightAlongN, kRowAxes,
-//   kHasBias, kHasResidual, kActivation, kVectorY, kVectorResidual (1 or 2).
+//   kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the
+//   element's size), kUnitStrideX, kUnitStrideW, kWeightAlongN, kRowAxes, kHasBias, kHasResidual, kActivation, kVectorY,
+//   kVectorResidual (1 or 2).
 // Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
   const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
-  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kThreads, kHint, Element> whole(
+  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kThreads, Element> whole(
       w + (kWeightAlongN ? first_k * w_stride + first_column : first_column * w_stride + first_k), w_stride,
       kWeightAlongN ? kStageK * w_stride : kStageK);
   const bool whole_columns = kCopyBytesW == 16 && first_column + kBlockN <= columns;

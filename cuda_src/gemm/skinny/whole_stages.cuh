@@ -11,9 +11,8 @@
 
 namespace cki::gemm {
 
-// Tiles of kRows rows of kChunks chunks, shared out over the threads as copy_tile does. kHint: bytes that L2 may fetch
-// around a piece.
-template <int kRows, int kChunks, Swizzle kSwizzle, int kThreads, int kHint, class Element>
+// Tiles of kRows rows of kChunks chunks, shared out over the threads as copy_tile does.
+template <int kRows, int kChunks, Swizzle kSwizzle, int kThreads, class Element>
 class WholeStages {
  public:
   // first: the first stage's first element.  row_stride, stage_step: elements from a row to the next, to the next stage.
@@ -30,7 +29,7 @@ class WholeStages {
     const Element* from = source_;
 #pragma unroll
     for (int i = 0; i < kRows / kRowStep; ++i) {
-      ptx::cp_async<16, kHint>(tile + target_ + i * (kRowStep * kChunks * 16), from);
+      ptx::cp_async<16>(tile + target_ + i * (kRowStep * kChunks * 16), from);
       from += rows_step_;
     }
   }
