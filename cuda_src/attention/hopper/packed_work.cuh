@@ -82,13 +82,12 @@ struct PackedWorkSource {
     while (true) {
       SequenceTile next{-1, 0, 0, 0, 0, 0, 0};
       while (number < order.total) {
-        const WorkTile slot = order.template tile<kLongestFirst>(number);
+        const WorkTile slot = order.template tile<false>(number);  // a sequence's row blocks are turned round below
         next = sequences.template tile<kLongestFirst>(slot.row_block, slot.head);
         if (next.row_block >= 0) break;
         number = next_number(numbers);
       }
-      ring.wait_empty();
-      __syncwarp();
+      ring.warp_wait_empty();
       if (threadIdx.x % 32 == 0) {
         tiles[ring.stage] = next;
         ptx::mbarrier_arrive(ring.full + ring.stage);
@@ -96,7 +95,7 @@ struct PackedWorkSource {
       ring.advance();
       if (next.row_block < 0) return;
       if constexpr (kSchedule == Schedule::dynamic) {
-        wish.wait_full();
+        wish.warp_wait_full();
         wish.advance();
       }
       number = next_number(numbers);
