@@ -54,6 +54,8 @@ class HopperTile:
         else to do; -1: from the beginning on.
     rows_x: of x that are copied, where it has no more; 0: all of the tile's.
     fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
+    pairs: GELU of an f16 result in pairs, in half of the instructions, less exact in its tail (`gelu_pair` of
+        cuda_src/gemm/activation.cuh).
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
 
     block_m: int
@@ -69,6 +71,7 @@ class HopperTile:
     ahead: int = 0
     left: int = -1
     rows_x: int = 0
+    pairs: bool = False
 
     @property
     def shares_columns(self) -> bool:
@@ -118,7 +121,8 @@ class HopperTile:
             "small" if self.consumers == 1 else "", "fetch" if self.fetches else "",
             f"a{self.ahead}" if self.ahead else "", f"l{self.left}" if self.left >= 0 else "",
             f"x{self.rows_x}" if self.rows_x else "",
-            "" if self.programmatic else "serial", "spare" if self.spare_warps else "",
+            "" if self.programmatic else "serial", "pairs" if self.pairs else "",
+            "spare" if self.spare_warps else "",
         )  # fmt: skip
         return "".join(words)
 
@@ -238,10 +242,12 @@ def preferred_hopper_tile(
     )
     if 48 < rows <= 64 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES:
         tile = _heavy_tile(columns, device)
-    if residual and norm != "residual" and (tile.split, tile.consumers) == (1, 2):
+    if residual and (tile.split, tile.consumers) == (1, 2):
         shape = (tile.block_m, tile.block_n, tile.ping_pong)
         fetching = next((t for t in FETCHING_TILES if shape == (t.block_m, t.block_n, t.ping_pong)), tile)
         tile = replace(tile, stages=fetching.stages, fetches=fetching.fetches)
+    if norm == "layer" and activation:
+        tile = replace(tile, pairs=True)
     if norm in ("layer", "rms") and tile_count(tile, rows, columns) <= _SPARE_ROUNDS * device.sm_count:
         tile = replace(tile, spare_warps=True)
     options = {"activation": activation, "residual": residual}

@@ -43,6 +43,8 @@ _MAX_TILES = 2**31 - 2**20
 
 #: The numbers of RowNorm in cuda_src/gemm/hopper/row_norm.cuh, by what is normalised.
 _ROW_NORMS = {None: 0, "layer": 1, "rms": 2, "residual": 3}
+#: Of Activation in cuda_src/gemm/activation.cuh: GELU of two f16 at once (`HopperTile.pairs`).
+_GELU_PAIRS = 5
 
 
 class RowNorm(NamedTuple):
@@ -243,6 +245,7 @@ def plan_linear_hopper(
         gated=gates is not None,
         pair_residual=residual is not None and pair_access(residual, residual_step, (residual_stride,)),
         norm=None if norm is None else norm.kind, statistics=statistics is not None, fetches=fetches,
+        pairs=tile.pairs and x.dtype is dtypes.f16 and residual is None and gates is None and tma_store,
     )  # fmt: skip
     x_map = tensor_map(x, depth, rows, x_stride, (STAGE_DEPTH, tile.rows_x or tile.block_m))
     if access.along_n:
@@ -295,7 +298,7 @@ def hopper_kernel(
     dtype: DType, tile: HopperTile, *, bias: DType | None = None, activation: str | None = None,
     residual: bool = False, along_n: bool = True, tma_store: bool = True, pair_y: bool = True,
     pair_bias: bool = True, pair_residual: bool = True, gated: bool = False, norm: str | None = None,
-    statistics: bool = False, fetches: bool = False,
+    statistics: bool = False, fetches: bool = False, pairs: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration."""
     spare_warps = uses_spare_warps(tile, norm)
@@ -305,10 +308,12 @@ def hopper_kernel(
         max_registers=LAUNCH_REGISTERS if tile.consumers == 2 else 65536 // (256 * tile.blocks_together),
         kConsumers=tile.consumers, kMinBlocks=tile.blocks_together,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
-        kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kRowsX=tile.rows_x or tile.block_m,
+        kActivation=_GELU_PAIRS if pairs and activation == "gelu" else ACTIVATIONS[activation],
+        kBlockM=tile.block_m, kRowsX=tile.rows_x or tile.block_m,
         kBlockN=tile.block_n, kStages=tile.stages, kStagesAhead=tile.ahead or tile.stages, kLeft=tile.left,
         kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated,
-        kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,
+        kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps,
+        kStatistics=statistics,
         kTmaStore=tma_store, kTmaResidual=fetches, kVectorY=2 if pair_y else 1,
         kVectorBias=2 if (bias is not None or norm == "residual") and pair_bias else 1,
         kVectorResidual=2 if residual and pair_residual else 1,
@@ -381,7 +386,11 @@ def representative_specs() -> list[KernelSpec]:
             hopper_kernel(f16, tile, bias=f16, residual=True, statistics=True, norm=norm, fetches=True)
             for tile in FETCHING_TILES for norm in (None, "residual")
         ),
-        hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", along_n=False),
+        *(
+            hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", along_n=False,
+                          pairs=pairs)
+            for pairs in (False, True)
+        ),
         hopper_kernel(bf16, HopperTile(256, 128, 4), bias=f32, activation="gelu", norm="layer"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, residual=True, statistics=True, along_n=False),

@@ -197,6 +197,26 @@ def test_gelu_keeps_its_tail(device):
     assert np.all(np.abs(got - truth) <= 1.2 * 2.0**-11 * np.abs(truth) + 2.0**-24)
 
 
+def test_gelu_of_pairs(device):
+    """Every f16: the largest error is that of rounding's, nearly, and small results are right to 1 %."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    values = values[np.abs(values) <= 60]
+    x, w = values[: values.size // 8 * 8].reshape(-1, 8), np.eye(8, dtype=np.float16)
+    tile = dataclasses.replace(TURNS, pairs=True)
+    got = device.numpy(hopper(tile, device.array(x), device.array(w), activation="gelu")).astype(np.float64)
+    truth = reference.linear(x, w, activation="gelu")
+    error = np.abs(got - truth)
+    near = np.abs(x.astype(np.float64)) < 6
+    assert error[near].max() <= 1.1 * np.abs(truth[near].astype(np.float16) - truth[near]).max()
+    assert np.all(error <= 2.0**-11 * np.abs(truth) + 3e-4)
+    assert np.all(error <= 0.02 * np.abs(truth) + 2.0**-17)
+    special = np.zeros((8, 8), np.float16)
+    special[:, 0] = [np.inf, -np.inf, np.nan, 0.0, -0.0, 60000, -60000, 20]
+    with np.errstate(all="ignore"):
+        got = device.numpy(hopper(tile, device.array(special), device.array(w), activation="gelu"))
+    np.testing.assert_array_equal(got[:, 0], np.array([np.inf, 0, np.nan, 0, 0, 60000, 0, 20], np.float16))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @SMALL
 def test_rings_and_turns_under_every_check(device, tile, layout):

@@ -242,7 +242,7 @@ struct SlabInputs {
     for (int e = 0; e < 2; ++e) {
       if constexpr (Rules::kActivation == Activation::kGelu) {
         values[e] = gelu_for_16_bits(values[e]);
-      } else {
+      } else if constexpr (Rules::kActivation != Activation::kGeluPairs) {
         values[e] = activate<Rules::kActivation>(values[e]);
       }
     }
@@ -308,7 +308,9 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
       for (int i = 0; i < 4; ++i) {
         float values[2];
         finish(j + i / 2, i % 2, values);
-        words[i] = stored[j + i / 2][i % 2] = pack_pair<Element>(values[0], values[1]);
+        words[i] = pack_pair<Element>(values[0], values[1]);
+        if constexpr (Rules::kActivation == Activation::kGeluPairs) words[i] = gelu_pair(words[i]);
+        stored[j + i / 2][i % 2] = words[i];
       }
       ptx::stmatrix_x4(place_of(j), words);
     }

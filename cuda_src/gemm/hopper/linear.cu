@@ -92,6 +92,8 @@ constexpr bool kNormalisesX = kNorm == gemm::RowNorm::kLayerNorm || kNorm == gem
 constexpr bool kNormalisesResidual = kNorm == gemm::RowNorm::kResidual;
 static_assert(kSplit == 1 || kNorm == gemm::RowNorm::kNone, "a warp finishes the rows that it multiplies");
 static_assert(!kGated || kNorm != gemm::RowNorm::kLayerNorm, "the columns that are multiplied again are y's");
+static_assert(Rules::kActivation != gemm::Activation::kGeluPairs || (kTmaStore && !kHasResidual && !kGated),
+              "pairs are activated as they are stored");
 static_assert(kHasResidual || !kNormalisesResidual, "a residual to normalise");
 static_assert(kTmaStore || !kStatistics, "a lane has whole eights of columns");
 static_assert(!kGated || (kSplit == 1 && !kShareColumns && !kHasResidual), "a warp has gates and ups of its columns");
