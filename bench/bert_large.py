@@ -47,17 +47,19 @@ PACKED_BATCH = 64
 
 class Peer(NamedTuple):
     """A baseline in a process of its own.  is_packed: also measured on padded batches of other lengths.
-    by_shape: in one for each shape, which are prepared at the same time."""
+    by_shape: in one for each shape, which are prepared at the same time.  is_extra: only when asked for (--with)."""
 
     name: str
     factory: str
     is_packed: bool
     by_shape: bool = False
+    is_extra: bool = False
 
 
 #: By what --without calls them.
 PEERS = {
     "compile": Peer("torch.compile", "peers_torch:Compiled", True, by_shape=True),
+    "whole": Peer("torch.compile, whole", "peers_torch:CompiledWhole", False, by_shape=True, is_extra=True),
     "tf": Peer("tf.function", "peers_tensorflow:tf_function", False),
     "xla": Peer("TF XLA", "peers_tensorflow:tf_xla", False),
     "keras": Peer("cki in Keras", "peers_keras:keras_function", False),
@@ -145,19 +147,22 @@ def in_turn(
 class Bench:
     """All implementations of one model; measures one problem after the other.  A context manager: it ends processes.
 
-    problems: all that will be measured.  without: baselines to leave out, of PEERS.  limit_s: see `peers.PeerProcess`.
-    device: "cuda", or "cpu" for tests.
+    problems: all that will be measured.  without, extra: baselines to leave out, and to take in, of PEERS.
+    limit_s: see `peers.PeerProcess`.  device: "cuda", or "cpu" for tests.
     """
 
     def __init__(
-        self, model: Model, problems: Sequence[Problem], *, without: Sequence[str] = (), limit_s: float = 240.0,
-        device: str = "cuda",
+        self, model: Model, problems: Sequence[Problem], *, without: Sequence[str] = (), extra: Sequence[str] = (),
+        limit_s: float = 240.0, device: str = "cuda",
     ) -> None:  # fmt: skip
         self._model, self._device = model, device
         self._cki, self._sdpa = Cki(model, device), peers_torch.Sdpa(model, device)
         self._gemm = peers_torch.Gemm(model, device)
         self._peers: dict[str, peers.PeerProcess | peers.ShapeProcesses] = {}
-        for peer in (peer for key, peer in PEERS.items() if key not in without):
+        wanted = (
+            peer for key, peer in PEERS.items() if key not in without and (key in extra or not peer.is_extra)
+        )
+        for peer in wanted:
             make = functools.partial(peers.PeerProcess, peer.factory, model, device, limit_s)
             self._peers[peer.name] = peers.ShapeProcesses(make, problems) if peer.by_shape else make()
 
@@ -260,6 +265,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--without", choices=sorted(PEERS), action="append", default=[], help="leave a baseline out"
     )
     parser.add_argument(
+        "--with", choices=[k for k, peer in PEERS.items() if peer.is_extra], action="append", default=[], dest="extra",
+        help="take one more in; whole: torch.compile on all layers at once, which takes minutes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prepare-only", action="store_true",
+        help="let torch.compile fill TORCHINDUCTOR_CACHE_DIR for the next run; measures nothing",
+    )  # fmt: skip
+    parser.add_argument(
         "--limit", type=float, default=240.0, help="seconds for a baseline to prepare a problem"
     )
     parser.add_argument("--plan", action="store_true", help="print the launches of a layer; measures nothing")
@@ -293,7 +306,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # A process for each shape compiles with torch's compiler, all at the same time, each with workers of its own.
     shapes = len({problem._replace(pre_ln=True) for problem in problems})
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // shapes)))
-    with Bench(model, problems, without=arguments.without, limit_s=arguments.limit) as bench:
+    options = {"without": arguments.without, "extra": arguments.extra, "limit_s": arguments.limit}
+    with Bench(model, problems, **options) as bench:
+        if arguments.prepare_only:
+            return
         with contextlib.ExitStack() as shown:  # what was measured, also when something fails later
             shown.callback(lambda: bert_tables.report(measured))
             for problem in problems:

@@ -274,6 +274,18 @@ class Compiled(Sdpa):
         return forward_pass(self._model, problem.pre_ln, self._device, torch.float16, translate)
 
 
+class CompiledWhole(Compiled):
+    """All layers as one function, which takes minutes: to see that nothing is lost by compiling one."""
+
+    def forward(self, problem: Problem) -> Forward:
+        import torch
+
+        torch._dynamo.reset()
+        whole = forward_pass(self._model, problem.pre_ln, self._device, torch.float16)
+        compiled: Forward = torch.compile(whole, dynamic=False, fullgraph=True, **self.options)
+        return compiled
+
+
 #: A file that the processes lock which compile at the same time.
 _TURN = Path(tempfile.gettempdir()) / f"cki_bench_autotune_{os.getuid()}"
 

@@ -93,6 +93,10 @@ def test_torch_compile_computes_it_too(bert, tiny, monkeypatch):
         assert np.abs(compiled.prepare(problem) - truth).max() < 4e-3 * np.abs(truth).max()
         assert compiled.elapsed_us() > 0
         assert len(graphs) == 2
+    graphs.clear()
+    whole = torch_peers.CompiledWhole(tiny, "cpu")
+    assert np.abs(whole.prepare(problem) - truth).max() < 4e-3 * np.abs(truth).max()
+    assert len(graphs) == 1
 
 
 @pytest.mark.tensorflow
@@ -207,12 +211,15 @@ def test_what_is_measured(bert, monkeypatch, capsys):
     monkeypatch.setattr(bert.bert_tables, "write", lambda measured: written.append(len(measured)))
     monkeypatch.setattr(bert.bert_tables, "line", lambda one: "")
     bert.main(["--batch", "4", "--seq-len", "2048", "--iters", "50", "--without", "compile"])
-    assert asked[0] == (4096, 2, {"without": ["compile"], "limit_s": 240.0})
+    assert asked[0] == (4096, 2, {"without": ["compile"], "extra": [], "limit_s": 240.0})
     assert asked[1:] == [(bert.Problem(4, 2048, True), 50), (bert.Problem(4, 2048, False), 50)]
     assert written == [1, 2]  # after each problem
     asked.clear()
     bert.main(["--packed", "--batch", "8", "--order", "post"])
     assert asked[1:] == [(bert.bert_model.packed_problem(8, False), 30)]
+    asked.clear()
+    bert.main(["--packed", "--prepare-only", "--with", "whole"])
+    assert [options["extra"] for _, _, options in asked] == [["whole"]]
     asked.clear()
     bert.main([])
     assert len(asked) == 1 + 2 * (5 + 1)
