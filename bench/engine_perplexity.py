@@ -4,7 +4,7 @@
 
 The text is Lincoln's Gettysburg Address of 1863 (bench/texts).  It is stored part by part; then every token of a part
 follows again, all at a time: forks of that sequence, cut at their places, are the rows of a decode step.  So both
-kinds of steps take part.  With e4m3 weights up to 16 tokens at a time are multiplied in 16 bits (W8A16), more than 64
+kinds of steps take part.  With e4m3 weights up to 16 tokens at a time are multiplied in 16 bits (W8A16), more than 32
 as e4m3 themselves (W8A8, sm_90a).
 
     surprise   mean negative logarithm of the probability of the token that follows; perplexity is its exponential
@@ -41,7 +41,7 @@ WAYS = {
     "f16": Way({"dtype": "f16"}, 64),
     "bf16": Way({"dtype": "bf16"}, 64),
     "bf16, e4m3 weights (W8A16)": Way({"dtype": "bf16", "quantize": "fp8"}, 16),
-    "bf16, e4m3 weights (W8A8)": Way({"dtype": "bf16", "quantize": "fp8"}, 96),
+    "bf16, e4m3 weights (W8A8)": Way({"dtype": "bf16", "quantize": "fp8"}, 64),
     "bf16, e4m3 cache": Way({"dtype": "bf16", "kv_dtype": "e4m3"}, 64),
     "bf16, e4m3 weights (W8A16) and cache": Way({"dtype": "bf16", "quantize": "fp8", "kv_dtype": "e4m3"}, 16),
 }

@@ -1,4 +1,4 @@
-"""A decoder's products of few tokens on Hopper, each alone: `linear_tokens`, sharing x or not, and `linear_decode`.
+"""A decoder's products of few tokens on Hopper, each alone: `linear_tokens` and `linear_decode`.
 
     python bench/gemm_tokens.py                              # Qwen3-8B's four products of a layer, 1 to 64 tokens
     python bench/gemm_tokens.py --tokens 64 --types e4m3 --shapes down
@@ -59,7 +59,7 @@ SHAPES = {
     "qkv": Shape(4096, 6144, norm=True), "out": Shape(4096, 4096), "gate_up": Shape(4096, 12288, norm=True, gated=True),
     "down": Shape(12288, 4096),
 }  # fmt: skip
-WAYS = ("shared_by=1", "shared_by=2", "linear_decode")
+WAYS = ("linear_tokens", "linear_decode")
 TYPES = {"bf16": dtypes.bf16, "e4m3": dtypes.e4m3}
 
 
@@ -126,7 +126,7 @@ def plan_of(
             steps += plan_linear_decode(x, w, None, None, y, device, scales=scales, **options)
             continue
         plan = plan_linear_tokens(
-            x, w, None, None, y, device, scales=scales, counters=given["counters"], shared_by=int(way[-1]), **options
+            x, w, None, None, y, device, scales=scales, counters=given["counters"], **options
         )  # fmt: skip
         steps, workspace = steps + plan.steps, plan.workspace
     return Plan(steps, workspace)
@@ -183,7 +183,7 @@ class Operands:
                 flush=True,
             )
             yield common.row(
-                "linear_tokens", f"{name} {tokens}x{shape.depth}x{shape.rows}", str(self._weight), way, timing,
+                "few_tokens", f"{name} {tokens}x{shape.depth}x{shape.rows}", str(self._weight), way, timing,
                 nbytes=nbytes, of_copy=round(of_copy, 3), copy_gb_per_s=round(copy, 1), error=f"{error:.1e}",
             )  # fmt: skip
 

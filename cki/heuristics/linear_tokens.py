@@ -56,23 +56,14 @@ def tiles(columns: int, *, gated: bool) -> int:
     return -(-columns // (TILE_ROWS // 2 if gated else TILE_ROWS))
 
 
-def sharers(size: int) -> int:
-    """Blocks of a cluster, which share x: where it is as many bytes as w."""
-    return 2 if size >= 64 else 1
-
-
-def blocks(
-    columns: int, depth: int, itemsize: int, device: DeviceInfo, *, gated: bool, shared_by: int
-) -> int:
-    """One block an SM, in whole clusters, and a stage of K at least for each cluster."""
-    rows_of_tiles = -(-tiles(columns, gated=gated) // shared_by)
-    stages_of_all = rows_of_tiles * -(-depth // stage_depth(itemsize))
-    return shared_by * max(1, min(stages_of_all, device.sm_count // shared_by))
+def blocks(columns: int, depth: int, itemsize: int, device: DeviceInfo, *, gated: bool) -> int:
+    """One block an SM, and a stage of K at least for each."""
+    return max(1, min(tiles(columns, gated=gated) * -(-depth // stage_depth(itemsize)), device.sm_count))
 
 
 def counters(columns: int, *, gated: bool) -> int:
-    """Zeros that a launch needs: of each tile's warps, whose number is rounded up to whole clusters."""
-    return (tiles(columns, gated=gated) + 1) // 2 * 2 * _CONSUMER_THREADS // 32
+    """Zeros that a launch needs: of each tile's warps."""
+    return tiles(columns, gated=gated) * _CONSUMER_THREADS // 32
 
 
 def part_bytes(size: int) -> int:

@@ -71,13 +71,12 @@ def token_obstacles(
 def plan_linear_tokens(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
     counters: Operand, scales: Operand | None = None, norm: Norm | None = None, activation: str | None = None,
-    gated: bool = False, shared_by: int | None = None,
+    gated: bool = False,
 ) -> Plan:  # fmt: skip
     """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
 
     scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
     counters: u32, zeros before the launch and after it, `cki.heuristics.linear_tokens.counters` or more.
-    shared_by: blocks of a cluster, 1 or 2; None: what is best.
     w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
     """
     obstacles = token_obstacles(x, w, y, device, norm=norm, residual=residual, gated=gated, scales=scales)
@@ -85,9 +84,6 @@ def plan_linear_tokens(
     columns = y.shape[1]
     tiles = heuristics.tiles(columns, gated=gated)
     size = heuristics.token_size(min(tokens, heuristics.MAX_TOKENS))
-    shared_by = shared_by or heuristics.sharers(size)
-    if size // shared_by % 8:
-        obstacles.append(f"{size} tokens, not shared out by eights among {shared_by} blocks")
     needed = heuristics.counters(columns, gated=gated)
     if counters.size < needed:
         obstacles.append(f"{counters.size} counters, not {needed}")
@@ -99,13 +95,13 @@ def plan_linear_tokens(
     stages = heuristics.stages(size, itemsize, device.shared_memory_per_block, norm=has_norm)
     kernel = token_kernel(
         w.dtype, size, stages, bias=None if bias is None else bias.dtype, norm=has_norm, gated=gated,
-        activation=activation, residual=residual is not None, shared_by=shared_by,
+        activation=activation, residual=residual is not None,
     )  # fmt: skip
-    blocks = heuristics.blocks(columns, depth, itemsize, device, gated=gated, shared_by=shared_by)
+    blocks = heuristics.blocks(columns, depth, itemsize, device, gated=gated)
     rows = w.shape[0]
     nbytes = 2 * blocks * heuristics.part_bytes(size)
     arguments: tuple[ArgumentValue, ...] = (
-        tensor_map(x, depth, tokens, x.strides[0], (64, tokens if shared_by == 1 else size // shared_by)),
+        tensor_map(x, depth, tokens, x.strides[0], (64, tokens)),
         _weight_map(w, columns, gated=gated),
         scales or NullPointer(), bias or NullPointer(), residual or NullPointer(), y,
         norm.gamma if norm else NullPointer(), dense(PARTS, (nbytes // 4,), dtypes.f32), counters,
@@ -115,7 +111,7 @@ def plan_linear_tokens(
     )  # fmt: skip
     step = Step(
         kernel, (blocks, 1, 1), (heuristics.THREADS, 1, 1), arguments,
-        smem=heuristics.shared_memory(size, itemsize, stages, norm=has_norm), cluster=(shared_by, 1, 1),
+        smem=heuristics.shared_memory(size, itemsize, stages, norm=has_norm),
         programmatic=True,
         reason=f"{tokens} x {depth} by {rows}: few tokens, {tiles} tiles cut evenly for {blocks} blocks",
     )  # fmt: skip
@@ -145,12 +141,12 @@ def parts_workspace(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
 
 def token_kernel(
     weight: DType, size: int, stages: int, *, bias: DType | None = None, norm: bool = False, gated: bool = False,
-    activation: str | None = None, residual: bool = False, shared_by: int = 1,
+    activation: str | None = None, residual: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration.  weight: type of w.  size: tokens of a product, `heuristics.token_size`."""
     return kernel_spec(
         "gemm/hopper/linear_tokens.cu", "linear_tokens", _PARAMS, archs=(_ARCH,), max_registers=_REGISTERS,
-        Code=weight, Bias=bias or dtypes.bf16, kTokens=size, kStages=stages, kSharers=shared_by, kNorm=norm,
+        Code=weight, Bias=bias or dtypes.bf16, kTokens=size, kStages=stages, kNorm=norm,
         kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
     )  # fmt: skip
 
@@ -176,8 +172,7 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     ]
     return [
         token_kernel(
-            weight, size, heuristics.stages(size, weight.itemsize, room, norm=options.get("norm", False)),
-            shared_by=heuristics.sharers(size), **options,
+            weight, size, heuristics.stages(size, weight.itemsize, room, norm=options.get("norm", False)), **options,
         )
         for weight, size, options in choices
     ]  # fmt: skip

@@ -111,8 +111,8 @@ def test_a_few_tokens_are_as_exact_as_without_codes(device):
     ("arch", "tokens", "kernels"),
     [
         ("sm_90a", 8, {"linear_decode"}),
-        ("sm_90a", 64, {"linear_tokens"}),
-        ("sm_90a", 65, {"linear_fp8", "rms_norm_quantize", "quantize_fp8"}),
+        ("sm_90a", 32, {"linear_tokens"}),
+        ("sm_90a", 33, {"linear_fp8", "rms_norm_quantize", "quantize_fp8"}),
         ("sm_89", 40, {"linear_decode"}),
     ],
 )

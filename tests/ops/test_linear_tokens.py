@@ -39,7 +39,6 @@ class Case:
     residual: bool = False
     sm_count: int = 2
     codes: bool = True
-    shared_by: int | None = 1
 
 
 def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
@@ -98,7 +97,7 @@ def run(case: Case, arrays, device, launches: int = 1) -> np.ndarray:
         operands["x"], operands["w"], operands.get("bias"), operands["y"] if case.residual else None, operands["y"],
         dataclasses.replace(device, sm_count=case.sm_count), activation=case.activation, gated=case.gated,
         norm=Norm(operands["gamma"], EPSILON) if case.norm else None, scales=operands.get("scales"),
-        counters=operands["counters"], shared_by=case.shared_by,
+        counters=operands["counters"],
     )  # fmt: skip
     assert len(plan.steps) == 1
     program = StepProgram(plan, device, {**dict(memory.items()), **Workspace(device).take(plan)})
@@ -120,11 +119,8 @@ CASES = [
     Case(3, 520, 130, norm=True, codes=False),
     Case(40, 328, 64, norm=True, gated=True, activation="silu", bias=BF16, sm_count=3, codes=False),
     Case(16, 584, 200, residual=True, sm_count=5, codes=False),
-    # Two blocks share x; a cluster's second tile may be none.
-    Case(61, 400, 260, norm=True, sm_count=7, shared_by=None),
-    Case(30, 528, 192, norm=True, gated=True, activation="silu", sm_count=4, shared_by=2),
-    Case(64, 328, 130, residual=True, sm_count=2, codes=False, shared_by=2),
-    Case(16, 200, 300, norm=True, sm_count=6, codes=False, shared_by=2),
+    Case(61, 400, 260, norm=True, sm_count=7),
+    Case(64, 328, 130, residual=True, codes=False),
 ]
 
 
@@ -158,13 +154,6 @@ def test_a_row_has_the_same_bits_in_any_company(device):
         (((2, 64), dtypes.f16), ((16, 64), dtypes.f16), (2, 16), {}, "not bf16, bf16 and bf16 or e4m3"),
         (((2, 64), dtypes.bf16), ((16, 64), dtypes.e4m3), (2, 16), {}, "scales is None"),
         (((2, 64), dtypes.bf16), ((64, 64), dtypes.bf16), (2, 32), {"gated": True}, "no multiple of 64"),
-        (
-            ((2, 64), dtypes.bf16),
-            ((16, 64), dtypes.bf16),
-            (2, 16),
-            {"shared_by": 2},
-            "not shared out by eights",
-        ),
     ],
 )
 def test_what_it_cannot_compute_is_refused(x, w, y, options, match):

@@ -19,18 +19,14 @@
 // Scales.  A stage of a tile has one scale, by which n is multiplied before it is rounded; with gates two, by which the stage's
 //          128 products, in sums of their own, are.
 // Sums.    fp32. Parts of a tile are added in the order of the blocks.
-// Sharing. x is as many bytes as codes of w from 64 tokens on, and L2 has to give both. So blocks of a cluster (kSharers) take
-//          neighbouring tiles of the same stages, and each brings its part of x's tokens to all of them.
 // Overlap. Weights and gamma are read before the launch before has ended, so that one must not write them.
 //
 // K is a multiple of 8, with codes of 16; with gates N is one of 64. Strides in elements; columns of y and residual are dense.
 //
-// Grid: blocks, one an SM, in clusters of kSharers. Prelude: Code (cki::bf16, cki::e4m3), Bias (cki::bf16 or float), kTokens (8, 16, 32, 64), kStages,
-//   kSharers (1 or 2), kNorm, kGated, kActivation, kHasBias, kHasResidual.
-// Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x tokens, or kTokens /
-//   kSharers where that is more than one.
-// parts: kPartFloats floats for each of 2 slots a block. counters: kConsumerWarps zeros a tile, of a multiple of
-//   kSharers tiles.
+// Grid: blocks, one an SM. Prelude: Code (cki::bf16, cki::e4m3), Bias (cki::bf16 or float), kTokens (8, 16, 32, 64), kStages,
+//   kNorm, kGated, kActivation, kHasBias, kHasResidual.
+// Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x tokens.
+// parts: kPartFloats floats for each of 2 slots a block. counters: kConsumerWarps zeros a tile.
 // Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
@@ -38,7 +34,6 @@
 #include "gemm/hopper/token_arrange.cuh"
 #include "gemm/hopper/token_products.cuh"
 #include "gemm/hopper/token_stages.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
@@ -49,30 +44,26 @@
 using namespace cki;
 using namespace cki::gemm;
 
-// Tokens of a box of x. TMA takes long over rows that do not exist, so where one block brings all there are no more.
-__device__ __forceinline__ int box_tokens(int tokens) { return kSharers == 1 ? tokens : kShareTokens; }
-
-// All threads: zeros in the rows of x that no box fills. What they are multiplied to is of no token, but numbers they should be.
+// All threads: zeros in the rows of x that no box fills: TMA takes long over rows that do not exist, so boxes have none. What
+// they are multiplied to is of no token, but numbers they should be.
 __device__ __forceinline__ void clear_rows(const Shared& shared, int tokens) {
-  const int first = box_tokens(tokens) * kSharers, rows = kTokens - first, units = rows * (kSpan / 16);
+  const int units = (kTokens - tokens) * (kSpan / 16);
   for (int i = static_cast<int>(threadIdx.x); i < kStages * (kDepth / 64) * units; i += kThreads) {
     const int box = i / units, stage = box / (kDepth / 64);
     unsigned char* x = shared.memory + stage * kStageBytes + kBytesW + box % (kDepth / 64) * kBox;
-    reinterpret_cast<uint4*>(x + first * kSpan)[i % units] = make_uint4(0, 0, 0, 0);
+    reinterpret_cast<uint4*>(x + tokens * kSpan)[i % units] = make_uint4(0, 0, 0, 0);
   }
   ptx::fence_proxy_async_shared();
 }
 
 // One thread: brings a block's stages, the first weights before the launch before has ended.
 __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x_map, const TensorMap& w_map,
-                                        const Share& share, int tokens) {
-  const EvenWork& work = share.work;
-  const u32 stage_bytes = static_cast<u32>(kBytesW + kDepth / 64 * box_tokens(tokens) * kSharers * kSpan);
-  const int begin = work.first_stage(share.cluster), end = work.first_stage(share.cluster + 1);
+                                        const EvenWork& work, int block, int tokens) {
+  const u32 stage_bytes = static_cast<u32>(kBytesW + kDepth / 64 * tokens * kSpan);
+  const int begin = work.first_stage(block), end = work.first_stage(block + 1);
   Ring ring = shared.ring();
   const auto load_w = [&](int stage) {
-    const int row_of_tiles = stage / work.tile_stages, k = (stage - row_of_tiles * work.tile_stages) * kDepth;
-    const int tile = share.tile(row_of_tiles);
+    const int tile = stage / work.tile_stages, k = (stage - tile * work.tile_stages) * kDepth;
     unsigned char* to = shared.memory + ring.stage * kStageBytes;
     u64* full = ring.full + ring.stage;
     ptx::mbarrier_arrive_expect_tx(full, stage_bytes);
@@ -87,14 +78,7 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x
     unsigned char* to = shared.memory + ring.stage * kStageBytes + kBytesW;
     u64* full = ring.full + ring.stage;
 #pragma unroll
-    for (int box = 0; box < kDepth / 64; ++box) {
-      if constexpr (kSharers == 1) {
-        ptx::tma_load_2d(to + box * kBox, &x_map, full, k + box * 64, 0);
-      } else {
-        const int token = share.rank * kShareTokens;
-        ptx::tma_load_multicast_2d(to + box * kBox + token * kSpan, &x_map, full, k + box * 64, token, (1u << kSharers) - 1);
-      }
-    }
+    for (int box = 0; box < kDepth / 64; ++box) ptx::tma_load_2d(to + box * kBox, &x_map, full, k + box * 64, 0);
   };
   const int ahead = min(begin + kStages, end);
   for (int stage = begin; stage < ahead; ++stage) {
@@ -143,8 +127,8 @@ __device__ __forceinline__ void store_part(const float (&sum)[kSums], const Squa
 }
 
 // The sums of a warp's shares of all parts in place of its own.
-__device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares, const Share& share, const Output& out,
-                                          int row_of_tiles, int first, int last, int warp) {
+__device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares, const EvenWork& work, const Output& out,
+                                          int tile, int first, int last, int warp) {
   constexpr int kTogether = kTokens <= 16 ? 8 : 4;  // parts whose loads are under way
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
@@ -152,7 +136,7 @@ __device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares,
   for (int i = 0; i < kLaneTokens; ++i) squares[i] = 0.0f;
 #pragma unroll kTogether
   for (int other = first; other <= last; ++other) {
-    const float* from = out.parts + (static_cast<i64>(share.slot(other, row_of_tiles)) * kPartFloats + warp * kWarpPart);
+    const float* from = out.parts + (static_cast<i64>(work.slot(other, tile)) * kPartFloats + warp * kWarpPart);
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
       const float4 part = *reinterpret_cast<const float4*>(from + (j * 32 + lane()) * 4);
@@ -208,18 +192,18 @@ __device__ __forceinline__ void write(const float (&sum)[kSums], const float (&r
 }
 
 // The consumers: a block's tiles, part by part.
-__device__ __forceinline__ void consume(const Shared& shared, const Share& share, const Output& out, const float* scales,
-                                        i64 scale_stride, int tiles) {
+__device__ __forceinline__ void consume(const Shared& shared, const EvenWork& work, int block, const Output& out,
+                                        const float* scales, i64 scale_stride) {
   const Place place;
   const int warp = place.thread / 32;
   Ring ring = shared.ring();
   ArrangedRing arranged = shared.arranged();
   SquaresRing squares_ring = shared.squares_ring();
-  for_each_part(share.work, share.cluster, [&](const WorkPart& part) {
+  for_each_part(work, block, [&](const WorkPart& part) {
     float sum[kSums] = {};
-    const int tile = share.tile(part.tile);
+    const int tile = part.tile;
     if constexpr (kCodes) {
-      const int row = min(tile, tiles - 1) * kTileColumns;  // a cluster's last tile may be none
+      const int row = tile * kTileColumns;
       multiply_codes(sum, shared, ring, arranged, place, part, scales + row / kScaleBlock * scale_stride,
                      scales + (kGated ? out.columns + row : row) / kScaleBlock * scale_stride);
     } else {
@@ -239,10 +223,10 @@ __device__ __forceinline__ void consume(const Shared& shared, const Share& share
       __syncwarp();
       squares_ring.release();
     }
-    const int first = share.work.first_block(part.tile), last = share.work.last_block(part.tile);
+    const int first = work.first_block(tile), last = work.last_block(tile);
     if (first < last) {
-      store_part(sum, squares, out.parts + (static_cast<i64>(share.slot(share.cluster, part.tile)) * kPartFloats +
-                                            warp * kWarpPart));
+      store_part(sum, squares,
+                 out.parts + (static_cast<i64>(work.slot(block, tile)) * kPartFloats + warp * kWarpPart));
       if (!is_last_part(out.counters + (tile * kConsumerWarps + warp), last - first + 1)) return;
     }
     float residual[kSums];
@@ -251,7 +235,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const Share& share
         residual[index] = to_float(out.residual[token * out.residual_stride + at]);
       });
     }
-    if (first < last) add_parts(sum, squares, share, out, part.tile, first, last, warp);
+    if (first < last) add_parts(sum, squares, work, out, tile, first, last, warp);
     float* const own_squares = shared.warp_squares(warp);
     if constexpr (kNorm) {
 #pragma unroll
@@ -272,41 +256,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   const Shared shared{smem};
   const int tiles = (columns + kTileColumns - 1) / kTileColumns, tile_stages = (depth + kDepth - 1) / kDepth;
-  const int clusters = static_cast<int>(gridDim.x) / kSharers, rows_of_tiles = (tiles + kSharers - 1) / kSharers;
-  const Share share{{tile_stages, rows_of_tiles * tile_stages, clusters},
-                    static_cast<int>(blockIdx.x) / kSharers,
-                    static_cast<int>(blockIdx.x) % kSharers};
+  const EvenWork work{tile_stages, tiles * tile_stages, static_cast<int>(gridDim.x)};
+  const int block = static_cast<int>(blockIdx.x);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
-    constexpr int kReaders = (kConsumerThreads + (kArranges ? kArrangerThreads : 0)) / 32;
-    shared.ring().initialise(kReaders + (kSharers - 1) * kXReaders);
+    shared.ring().initialise((kConsumerThreads + (kArranges ? kArrangerThreads : 0)) / 32);
     shared.arranged().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
     shared.squares_ring().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
     ptx::fence_mbarrier_init();
   }
   clear_rows(shared, tokens);
-  if constexpr (kSharers > 1) {
-    ptx::cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   ptx::griddepcontrol_launch_dependents();
 
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp >= (kConsumerThreads + kArrangerThreads) / 32) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == kConsumerThreads + kArrangerThreads) produce(shared, x_map, w_map, share, tokens);
+    if (threadIdx.x == kConsumerThreads + kArrangerThreads) produce(shared, x_map, w_map, work, block, tokens);
   } else if (warp >= kConsumerThreads / 32) {
     ptx::setmaxnreg_dec<kArrangerRegisters>();
-    if constexpr (kArranges) arrange(shared, share, gamma, depth, scales, scale_stride, tiles);
+    if constexpr (kArranges) arrange(shared, work, block, gamma, depth, scales, scale_stride);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     ptx::griddepcontrol_wait();
     const Output out{bias,       residual, y,       parts, counters, bias_stride, residual_stride, y_stride, tokens,
                      columns, depth,    epsilon};
-    consume(shared, share, out, scales, scale_stride, tiles);
+    consume(shared, work, block, out, scales, scale_stride);
   }
-  // A block's memory stays while others bring x there, and say that they have read it.
-  if constexpr (kSharers > 1) ptx::cluster_sync();
 }

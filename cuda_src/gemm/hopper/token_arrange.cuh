@@ -14,8 +14,8 @@ namespace cki::gemm {
 __device__ __forceinline__ int source_of(int step, int t) { return kCodes ? 32 * t + 4 * step : 16 * step + 4 * t; }
 
 // Four warps: n of each stage in the order of the products, and the squares of each part.
-__device__ __forceinline__ void arrange(const Shared& shared, const Share& share, const bf16* gamma, int depth,
-                                        const float* scales, i64 scale_stride, int tiles) {
+__device__ __forceinline__ void arrange(const Shared& shared, const EvenWork& work, int block, const bf16* gamma, int depth,
+                                        const float* scales, i64 scale_stride) {
   const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads, warp = thread / 32;
   const int group = warp % kStepGroups;
   const int step = lane() % 4 + group * 4;                      // of 16 positions
@@ -24,9 +24,9 @@ __device__ __forceinline__ void arrange(const Shared& shared, const Share& share
   Ring ring = shared.ring();
   ArrangedRing arranged = shared.arranged();
   SquaresRing squares_ring = shared.squares_ring();
-  for_each_part(share.work, share.cluster, [&](const WorkPart& part) {
+  for_each_part(work, block, [&](const WorkPart& part) {
     float squares[kItems] = {};
-    const float* own_scales = scales + min(share.tile(part.tile), tiles - 1) * scale_stride;
+    const float* own_scales = scales + part.tile * scale_stride;
     // Of the next stage, asked for a stage ahead.
     uint2 gammas[4] = {};
     float scale = 1.0f;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void arrange(const Shared& shared, const Share& share
       __syncwarp();
       if (lane() == 0) ptx::mbarrier_arrive(arranged.full + arranged.stage);
       arranged.advance();
-      release_x(ring);
+      ring.release();
     }
     if constexpr (kNorm) {
       squares_ring.wait_empty();

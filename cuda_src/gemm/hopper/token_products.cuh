@@ -141,12 +141,8 @@ __device__ __forceinline__ void multiply_plain(float (&sum)[kSums], const Shared
   Ring read = ring;
   ArrangedRing done = arranged;
   const auto release = [&]() {
-    if constexpr (kArranges) {
-      read.release();
-      done.release();
-    } else {
-      release_x(read);
-    }
+    read.release();
+    if constexpr (kArranges) done.release();
   };
   ptx::wgmma_fence_registers(sum);
 #pragma unroll 1

@@ -31,8 +31,6 @@ constexpr int kArranged = 3;       // stages of n
 constexpr int kBox = kTokens * kSpan;  // bytes: 64 elements of K of all tokens
 constexpr int kBytesX = kDepth / 64 * kBox;
 constexpr int kBytesW = kRows * kSpan, kStageBytes = kBytesW + kBytesX;
-constexpr int kShareTokens = kTokens / kSharers;  // that a block brings
-constexpr int kXReaders = (kArranges ? kArrangerThreads : kConsumerThreads) / 32;  // warps
 constexpr int kSums = kTokens / 2;  // of a thread
 constexpr int kConsumerWarps = kConsumerThreads / 32;
 constexpr int kWarpPart = kSums * 32 + kTokens;           // floats of a warp's part: its sums, the squares
@@ -44,7 +42,6 @@ constexpr int kSquaresAt = kBarriersAt + StageRing<kStages>::kBytes + StageRing<
 // Of the arrangers' two halves, and each consumer warp's own.
 constexpr int kSharedBytes = kSquaresAt + (2 + kConsumerWarps) * kTokens * 4;
 static_assert(kSharedBytes <= kBarriersAt + 3072, "what the planner allows for");
-static_assert(kShareTokens % 8 == 0, "blocks share out whole patterns of the swizzle");
 static_assert(kTokens == 8 || kTokens == 16 || kTokens == 32 || kTokens == 64, "tokens of a wgmma");
 
 // Arrangers: a lane makes 16 positions of a token; warps share a stage's steps by fours, and the tokens.
@@ -70,25 +67,5 @@ struct Shared {
 };
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
-
-// A block's share of the work: its cluster's stages, of tiles side by side, and which of those are its own.
-struct Share {
-  EvenWork work;  // of clusters, in rows of kSharers tiles
-  int cluster, rank;
-  __device__ __forceinline__ int tile(int row_of_tiles) const { return row_of_tiles * kSharers + rank; }
-  __device__ __forceinline__ int slot(int other, int row_of_tiles) const {
-    return work.slot(other, row_of_tiles) * kSharers + rank;
-  }
-};
-
-// A warp that has read x of a stage, in registers or by wgmma: all that bring x may bring the next.
-__device__ __forceinline__ void release_x(Ring& ring) {
-  if constexpr (kSharers == 1) {
-    ring.release();
-  } else {
-    if (lane() < kSharers) ptx::mbarrier_arrive_cluster_unordered(ring.empty + ring.stage, static_cast<u32>(lane()));
-    ring.advance();
-  }
-}
 
 }  // namespace cki::gemm
