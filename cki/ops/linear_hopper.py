@@ -312,8 +312,7 @@ def hopper_kernel(
         kBlockM=tile.block_m, kRowsX=tile.rows_x or tile.block_m,
         kBlockN=tile.block_n, kStages=tile.stages, kStagesAhead=tile.ahead or tile.stages, kLeft=tile.left,
         kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated,
-        kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps,
-        kStatistics=statistics,
+        kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,
         kTmaStore=tma_store, kTmaResidual=fetches, kVectorY=2 if pair_y else 1,
         kVectorBias=2 if (bias is not None or norm == "residual") and pair_bias else 1,
         kVectorResidual=2 if residual and pair_residual else 1,
@@ -386,11 +385,9 @@ def representative_specs() -> list[KernelSpec]:
             hopper_kernel(f16, tile, bias=f16, residual=True, statistics=True, norm=norm, fetches=True)
             for tile in FETCHING_TILES for norm in (None, "residual")
         ),
-        *(
-            hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", along_n=False,
-                          pairs=pairs)
-            for pairs in (False, True)
-        ),
+        hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", pairs=True),
+        hopper_kernel(f16, HopperTile(128, 128, 6, True, sharers=2, spare_warps=True), bias=f32, activation="gelu",
+                      norm="layer", along_n=False, pairs=True),
         hopper_kernel(bf16, HopperTile(256, 128, 4), bias=f32, activation="gelu", norm="layer"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, residual=True, statistics=True, along_n=False),

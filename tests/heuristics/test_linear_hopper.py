@@ -302,3 +302,15 @@ def test_gelu_of_pairs_is_for_products_that_normalise_their_rows():
         assert folded is not None and folded.pairs
     plain = preferred_hopper_tile(8192, 3072, 1024, H200, norm="layer")
     assert plain is not None and not plain.pairs
+
+
+def test_weights_are_shared_where_that_was_measured():
+    """By products behind norms of about 2048 rows; not of 8192, nor where a cluster would be half empty."""
+
+    def sharers(rows: int, columns: int, norm: str | None = "layer") -> int:
+        tile = preferred_hopper_tile(rows, columns, 1024, H200, norm=norm)
+        assert tile is not None
+        return tile.sharers
+
+    assert sharers(2048, 3072) == sharers(2048, 4096) == 2
+    assert sharers(8192, 3072) == sharers(512, 3072) == sharers(1920, 4096) == sharers(2048, 4096, None) == 1

@@ -27,6 +27,8 @@ from tests.ops.linear_cases import BF16, F16, normal, plain
 
 TURNS, SHARED, TALL = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2), HopperTile(128, 128, 2, True)
 SPARE_TURNS, SPARE_TALL = (dataclasses.replace(tile, spare_warps=True) for tile in (TURNS, TALL))
+#: What an encoder of a few thousand rows takes for its feed-forward block, small.
+CHOSEN = dataclasses.replace(SPARE_TURNS, sharers=2, pairs=True)
 EPSILON = 1e-5
 
 
@@ -121,6 +123,7 @@ def normalised(x: np.ndarray, gamma: Any, beta: Any, kind: str) -> tuple[np.ndar
         (TALL, F16, "out_in", 200),
         (SPARE_TURNS, F16, "in_out", 2056),
         (SPARE_TALL, F16, "out_in", 200),
+        (CHOSEN, F16, "out_in", 200),
     ],
     ids=str,
 )
@@ -138,7 +141,7 @@ def test_layer_norm_in_the_weight(device, tile, dtype, layout, depth):
     assert_close(got, reference.linear(truth, w, bias, **options), plain(rounded, w, bias, **options))
 
 
-@pytest.mark.parametrize("tile", [TURNS, SPARE_TURNS], ids=str)
+@pytest.mark.parametrize("tile", [TURNS, SPARE_TURNS, CHOSEN], ids=str)
 def test_rows_whose_mean_hides_them(device, tile):
     """Means of 50 to 4000 standard deviations, and a row without any: such sums are computed again, beside others."""
     x = normal((140, 264), F16, 1)
@@ -180,7 +183,7 @@ def test_a_residual_that_is_normalised(device, tile):
     assert np.allclose(found, statistics_of(got), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("reader", [TURNS, SPARE_TURNS], ids=str)
+@pytest.mark.parametrize("reader", [TURNS, SPARE_TURNS, CHOSEN], ids=str)
 def test_under_every_check(device, reader):
     """A layer that stores statistics and one that reads them, several tiles a block: the same bits in every order."""
     x, w = normal((150, 72), F16, 1), weight(72, 136, F16, "in_out")
