@@ -48,9 +48,9 @@ def stages(
     """Steps that a lane has under way; 0 if x leaves no room.
 
     itemsize: of w.  inboxes: bytes.  steps: of a warp in all.  As many as there is room for, so that an SM has one
-    block.  With rings of which two fitted, a step of Qwen3-8B's launches took 1.4 times its kernels alone (1 token):
-    launches that begin early can then lie on SMs that the launch before does not use, two blocks on each, and on others
-    none.
+    block.  With rings of which two fitted, a decode step of eight layers of Qwen3-8B's shapes (bf16, 1 token, H200) took
+    1707 us instead of 1111: launches that begin early can lie on SMs that the launch before does not use, two blocks on
+    each, and on others none.
     """
     fixed = _fixed_bytes(tokens, depth, itemsize, norm=norm, split=split) + inboxes
     room = (device.shared_memory_per_block - fixed) // _STAGE_BYTES
