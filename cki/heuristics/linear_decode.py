@@ -48,7 +48,7 @@ def stages(
     """Steps that a lane has under way; 0 if x leaves no room.
 
     itemsize: of w.  inboxes: bytes.  steps: of a warp in all.  As many as there is room for, so that an SM has one
-    block.  With rings of which two fitted, a decode step of eight layers of Qwen3-8B's shapes (bf16, 1 token, H200) took
+    block.  With rings of which two fitted, a decode step of eight layers of Qwen3-8B (bf16, 1 token, H200) took
     1707 us instead of 1111: launches that begin early can lie on SMs that the launch before does not use, two blocks on
     each, and on others none.
     """
