@@ -63,7 +63,7 @@ struct StageRing {
   // Producer: all consumers are done with the stage's last contents. A fresh barrier answers at once.
   __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(empty + stage, phase ^ 1); }
 
-  // Both for a whole warp that has long to wait: one lane asks, since 32 that ask over and over slow the consumers' products.
+  // Both for a whole warp, of which one lane asks.
   __device__ __forceinline__ void warp_wait_full() const {
     if (threadIdx.x % 32 == 0) wait_full();
     __syncwarp();

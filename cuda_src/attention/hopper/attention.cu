@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
     // One thread waits and copies, another warp hands tiles over. In a cache the rest of the copying warp helps to find
-    // blocks; then one lane waits and all meet after every wait, since a lane that falls behind would miss a phase.
+    // blocks; then all its lanes wait, and meet after every wait, since a lane that falls behind would miss a phase.
     // kCopyWarps 2, for a cache's many copies: a warp of its own brings the values.
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == kCopyWarps) work.hand_over();
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       unsigned char* const place = smem + places + ring.stage * Type::kBytes;
       if constexpr (kPaged) {
         const PagedBoxes boxes(box.place(blocks));
-        ring.warp_wait_empty();
+        ring.wait_empty();
         load_paged_tile<Type, kBoxKeys>(place, map, full, boxes, kv_head, is_issuer);
       } else {
         ring.wait_empty();
@@ -209,11 +209,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       BoxEntry<TableIndex> box = find_box(tile, last - 1);
 #pragma unroll 1
       for (int i = 0; i < kConsumers; ++i) {
-        if constexpr (kPaged) {
-          query_ring.warp_wait_empty();
-        } else {
-          query_ring.wait_empty();
-        }
+        query_ring.wait_empty();
+        if constexpr (kPaged) __syncwarp();
         if (is_issuer) {
           load_queries<QueryTile, kPackedHeads>(
               smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
