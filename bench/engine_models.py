@@ -40,15 +40,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {}, "plain": {"way": "plain"}, "decode": {"way": "decode"}, "tokens": {"way": "tokens"},
     "fp8": {"fp8": True}, "fp8_decode": {"fp8": True, "way": "decode"}, "fp8_tokens": {"fp8": True, "way": "tokens"},
     "fp8_kv": {"fp8": True, "kv_codes": True},
-    # Which launches begin early.
-    **{
-        f"{weights}{name}": {**options, "early": early}
-        for weights, options in (("", {}), ("fp8_", {"fp8": True}))
-        for name, early in {
-            "append_waits": ("attention", "products"), "attention_waits": ("append", "products"),
-            "products_wait": ("append", "attention"), "products_early": ("products",), "none_early": (),
-        }.items()
-    },
 }  # fmt: skip
 #: Standard deviation of random codes.
 _CODE_SPREAD = 64.0

@@ -23,7 +23,7 @@ from cki.engine.device_memory import DeviceTensors, Readback, StagedTensors, fre
 from cki.engine.device_weights import HasView, ModelWeights
 from cki.engine.products import Way
 from cki.engine.program import StepProgram, Workspace
-from cki.engine.step_plan import EARLY, MAX_ENDS, SAMPLING, CacheGeometry, DecoderPlanner, StepShape
+from cki.engine.step_plan import MAX_ENDS, SAMPLING, CacheGeometry, DecoderPlanner, StepShape
 from cki.memory import PagedKVCache
 from cki.memory.views import CacheTensor
 from cki.plan import Plan
@@ -120,14 +120,13 @@ class DecoderModel:
     weights: on that device (`DeviceWeights`); activations and cache are of their type.  cache_nbytes: of keys and
     values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
     graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.  way,
-    merge_inside, kv_codes, early: see `DecoderPlanner`.
+    merge_inside, kv_codes: see `DecoderPlanner`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
         stream: int | None = None, way: Way | None = None, merge_inside: bool = True, kv_codes: bool = False,
-        early: tuple[str, ...] = EARLY,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
@@ -136,7 +135,7 @@ class DecoderModel:
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
             config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences,
-            way, merge_inside, weights.fp8, kv_codes, early,
+            way, merge_inside, weights.fp8, kv_codes,
         )  # fmt: skip
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()

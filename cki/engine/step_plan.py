@@ -48,10 +48,6 @@ SAMPLING = {
 }  # fmt: skip
 #: Tokens that can end a sequence on the device; the host knows of more.
 MAX_ENDS = 8
-#: Launches of a decode step that may begin while the one before ends.
-EARLY = ("append", "attention", "products")
-#: Kernels of products that may begin while the launch before ends.
-_PRODUCTS = ("linear_decode", "linear_tokens", "linear_skinny", "linear_hopper")
 #: Query rows a sequence from which attention's tiles are the same.
 _LONG = 128
 
@@ -88,7 +84,6 @@ class DecoderPlanner:
     sequences whose tokens are remembered for the repetition penalty.  way: how decode steps launch products of few
     tokens, see `Products`.  merge_inside: their attention merges in its own launch.  fp8: layers' matrices are e4m3
     codes with scales.
-    early: which of a decode step's launches begin while the one before ends: "append", "attention", "products".
     kv_codes: the cache is of e4m3 with a scale a token and head; prefills read copies of 16 bits of what they need.
     """
 
@@ -101,7 +96,6 @@ class DecoderPlanner:
     merge_inside: bool = True
     fp8: bool = False
     kv_codes: bool = False
-    early: tuple[str, ...] = EARLY
 
     def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
@@ -183,11 +177,6 @@ class DecoderPlanner:
             step=dense("seq_lens", (shape.sequences,), dtypes.i32), **{name: buffer[name] for name in SAMPLING},
         )  # fmt: skip
         workspace |= dict((*workspace_of(steps), *parts_workspace(steps)))
-        if "products" not in self.early:
-            steps = tuple(
-                replace(step, programmatic=False) if step.kernel.entry in _PRODUCTS else step
-                for step in steps
-            )
         return Plan(steps, tuple(workspace.items()))
 
     def _last_rows(self, stream: Stream, buffer: dict[str, Operand], device: DeviceInfo) -> tuple[Step, ...]:
@@ -275,7 +264,7 @@ class _LayerPlanner:
             k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
             positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
             q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
-            scales=self._scales(), overlaps="append" in self.model.early,
+            scales=self._scales(), overlaps=True,
         )  # fmt: skip
         left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
         lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)
@@ -286,7 +275,7 @@ class _LayerPlanner:
                 attended.view((tokens, 1, c.num_heads, dim), (q_end, q_end, dim, 1)), self.device,
                 block_table=table, left=left, scales=self._scales(),
                 counters=self.buffer["counters"] if self.model.merge_inside else None,
-                overlaps="attention" in self.model.early,
+                overlaps=True,
             )  # fmt: skip
             return steps + self._planned(plan)
         offsets = dense("cu_seqlens_q", (shape.sequences + 1,), dtypes.i32)
