@@ -1,6 +1,7 @@
-"""Writes the wgmma headers: ptx/wgmma/n<N>.cuh with the asm of each N, and sim/ptx/wgmma/n<N>.cuh beside them.
+"""Writes the wgmma headers: ptx/wgmma/n<first>_to_<last>.cuh with the asm of each N, and the same in sim/ptx/wgmma.
 
-An asm statement lists its accumulators one by one, so each N needs its own text. Run `python cuda_src/ptx/generate_wgmma.py`
+An asm statement lists its accumulators one by one, so each N needs its own text; eight of them are a file, which packs
+into less of a wheel than eight files. Run `python cuda_src/ptx/generate_wgmma.py`
 after a change; `--check` exits with 1 when a committed file differs from what would be written.
 """
 
@@ -13,6 +14,8 @@ DEVICE_DIRECTORY = Path(__file__).resolve().parent / "wgmma"
 SIMULATOR_DIRECTORY = Path(__file__).resolve().parents[1] / "sim" / "ptx" / "wgmma"
 LINE_WIDTH = 116
 WIDTHS = range(8, 257, 8)
+#: Those of a file.
+GROUPS = [WIDTHS[first : first + 8] for first in range(0, len(WIDTHS), 8)]
 
 # element name, K of one instruction, whether the operands may be MN-major
 ELEMENTS = (("f16", 16, True), ("bf16", 16, True), ("e4m3", 32, False))
@@ -70,29 +73,40 @@ def instruction(n: int, element: str, k: int, transposable: bool, a_in_registers
 """
 
 
-def device_header(n: int) -> str:
+def specialisation(n: int) -> str:
     body = "\n".join(
         instruction(n, element, k, transposable, a_in_registers)
         for element, k, transposable in ELEMENTS
         for a_in_registers in (False, True)
     )
-    return f"""// Written by ptx/generate_wgmma.py. wgmma.mma_async with N = {n}: {n // 2} accumulators a thread.
+    return f"""// {n // 2} accumulators a thread.
+template <>
+struct WgmmaInstruction<{n}> {{
+{body}}};
+"""
+
+
+def name_of(group: range) -> str:
+    """The file of some N."""
+    return f"n{group[0]}_to_{group[-1]}.cuh"
+
+
+def device_header(group: range) -> str:
+    every = "\n".join(map(specialisation, group))
+    return f"""// Written by ptx/generate_wgmma.py. wgmma.mma_async with N from {group[0]} to {group[-1]}.
 #pragma once
 
 #include "ptx/wgmma.cuh"
 
 namespace cki::ptx {{
 
-template <>
-struct WgmmaInstruction<{n}> {{
-{body}}};
-
+{every}
 }}  // namespace cki::ptx
 """
 
 
-def simulator_header(n: int) -> str:
-    return f"""// Written by ptx/generate_wgmma.py. The simulated wgmma takes any N: nothing is special about {n}.
+def simulator_header(group: range) -> str:
+    return f"""// Written by ptx/generate_wgmma.py. The simulated wgmma takes any N: nothing is special about {group[0]} to {group[-1]}.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -100,7 +114,7 @@ def simulator_header(n: int) -> str:
 
 
 def all_header() -> str:
-    includes = "\n".join(f'#include "ptx/wgmma/n{n}.cuh"' for n in WIDTHS)
+    includes = "\n".join(f'#include "ptx/wgmma/{name_of(group)}"' for group in GROUPS)
     return f"""// Written by ptx/generate_wgmma.py. Every N, for a kernel whose N is a prelude constant: 30 ms more to compile than one.
 #pragma once
 
@@ -110,9 +124,9 @@ def all_header() -> str:
 
 def files() -> dict[Path, str]:
     """Every generated file with its text."""
-    device = {DEVICE_DIRECTORY / f"n{n}.cuh": device_header(n) for n in WIDTHS}
+    device = {DEVICE_DIRECTORY / name_of(group): device_header(group) for group in GROUPS}
     device[DEVICE_DIRECTORY / "all.cuh"] = all_header()
-    simulator = {SIMULATOR_DIRECTORY / f"n{n}.cuh": simulator_header(n) for n in WIDTHS}
+    simulator = {SIMULATOR_DIRECTORY / name_of(group): simulator_header(group) for group in GROUPS}
     simulator[SIMULATOR_DIRECTORY / "all.cuh"] = all_header()
     return device | simulator
 

@@ -5,10 +5,7 @@
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/hopper/token_stages.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma/n16.cuh"
-#include "ptx/wgmma/n32.cuh"
-#include "ptx/wgmma/n64.cuh"
-#include "ptx/wgmma/n8.cuh"
+#include "ptx/wgmma/n8_to_64.cuh"
 
 namespace cki::gemm {
 

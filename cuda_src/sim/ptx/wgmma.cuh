@@ -1,4 +1,4 @@
-// Simulated ptx/wgmma.cuh: runtime/wgmma.cpp. Any N; the headers wgmma/n<N>.cuh hold nothing more.
+// Simulated ptx/wgmma.cuh: runtime/wgmma.cpp. Any N; the headers in wgmma/ hold nothing more.
 #pragma once
 
 #include "common/types.cuh"
