@@ -28,7 +28,14 @@ from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.cache_arguments import cache_tensors, imported
 from cki.ops.call import call
-from cki.ops.paged_rules import check_decode, check_paged, copy_bytes, counters_needed, validate_paged
+from cki.ops.paged_rules import (
+    check_decode,
+    check_paged,
+    copy_bytes,
+    counters_needed,
+    validate_decode,
+    validate_paged,
+)
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
@@ -96,8 +103,11 @@ def decode_attention(
     head_dim], v likewise, cu_seqlens_k i32 or i64 [batch + 1]: sequence b has the tokens from cu_seqlens_k[b] up to
     cu_seqlens_k[b + 1].
     k_scale, v_scale: for e4m3, f32 [kv_heads] or one a token and head, k's shape without its last axis, dense.
+    CKI_VALIDATE=1 raises for lengths beyond k's capacity, and for offsets that fall or lie outside k.
     Everything else as for `paged_attention`.
     """
+    if config.flag("CKI_VALIDATE"):
+        validate_decode(k, seq_lens, cu_seqlens_k)
     inputs = (q, k, v, seq_lens, cu_seqlens_k, k_scale, v_scale, sinks, alibi_slopes, counters)
     return call(
         DECODE_ATTENTION, inputs, (scale, window, softcap, deterministic, return_lse), (out, None), stream

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cki import dtypes
 from cki.errors import InvalidArgumentError
 from cki.operand import Operand
@@ -64,6 +66,32 @@ def validate_paged(q: Any, k_cache: Any, block_table: Any, seq_lens: Any, window
         raise InvalidArgumentError(
             "paged_attention: lengths or blocks outside the cache", problems,
             "seq_lens from 0 to columns * block_size, blocks from 0 to blocks - 1",
+        )  # fmt: skip
+
+
+def validate_decode(k: Any, seq_lens: Any, cu_seqlens_k: Any) -> None:
+    """CKI_VALIDATE=1: lengths within a dense cache's capacity, offsets of a ragged one rising within its tokens."""
+    shape, problems = shape_of(k), []
+    if cu_seqlens_k is None and len(shape) == 4 and len(shape_of(seq_lens)) == 1:
+        lengths = host_values(seq_lens, "seq_lens")
+        if lengths.dtype.kind == "i":
+            outside = np.flatnonzero((lengths < 0) | (lengths > shape[1]))
+            problems += [
+                f"seq_lens[{at}] is {lengths[at]}, k has room for {shape[1]} tokens" for at in outside
+            ]
+    elif seq_lens is None and len(shape) == 3 and len(shape_of(cu_seqlens_k)) == 1:
+        offsets = host_values(cu_seqlens_k, "cu_seqlens_k")
+        if offsets.dtype.kind == "i" and offsets.size:
+            values = offsets.astype(np.int64)
+            falls = np.flatnonzero(np.diff(values) < 0)
+            problems += [f"cu_seqlens_k falls from {values[at]} to {values[at + 1]}" for at in falls[:1]]
+            if values.min() < 0 or values.max() > shape[0]:
+                reach = f"{values.min()} to {values.max()}"
+                problems.append(f"cu_seqlens_k holds {reach}, k has {shape[0]} tokens")
+    if problems:
+        raise InvalidArgumentError(
+            "decode_attention: lengths outside the cache", problems,
+            "seq_lens from 0 to k.shape[1]; 0 <= cu_seqlens_k[b] <= cu_seqlens_k[b + 1] <= k.shape[0]",
         )  # fmt: skip
 
 

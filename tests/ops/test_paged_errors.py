@@ -7,6 +7,7 @@ import pytest
 
 import cki
 from cki import reference
+from cki.errors import InvalidArgumentError
 from tests.compare import assert_close
 from tests.ops.attention_cases import BF16, F16, F32, normal
 from tests.ops.paged_cases import E4M3, paged_cache, plain_paged
@@ -94,6 +95,28 @@ def test_validated_lengths_and_tables(monkeypatch, lengths, entry, message):
     monkeypatch.setenv("CKI_VALIDATE", "1")
     table = np.array([[1, entry], [2, 77]], np.int32)
     refused(message, zeros(2, 1, 1, 16), (zeros(4, 16, 1, 16),) * 2, table, np.array(lengths, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("k_shape", "lengths", "message"),
+    [
+        ((2, 8, 1, 16), {"seq_lens": [8, 9]}, r"seq_lens\[1\] is 9, k has room for 8 tokens"),
+        ((2, 8, 1, 16), {"seq_lens": [-1, 8]}, r"seq_lens\[0\] is -1"),
+        ((8, 1, 16), {"cu_seqlens_k": [5, 4, 8]}, "cu_seqlens_k falls from 5 to 4"),
+        ((8, 1, 16), {"cu_seqlens_k": [0, 4, 9]}, "cu_seqlens_k holds 0 to 9, k has 8 tokens"),
+    ],
+)
+def test_validated_lengths_without_blocks(monkeypatch, k_shape, lengths, message):
+    k, q = zeros(*k_shape), zeros(2, 1, 1, 16)
+    arrays = {name: np.array(values, np.int32) for name, values in lengths.items()}
+    assert np.isfinite(cki.decode_attention(q, k, k, **arrays)).all()  # inert when nothing looks
+    monkeypatch.setenv("CKI_VALIDATE", "1")
+    with pytest.raises(InvalidArgumentError, match=message):
+        cki.decode_attention(q, k, k, **arrays)
+    within = {
+        name: np.minimum.accumulate(np.clip(values, 0, 8)[::-1])[::-1] for name, values in arrays.items()
+    }
+    cki.decode_attention(q, k, k, **within)
 
 
 def test_entries_before_the_window_are_not_validated(monkeypatch):
