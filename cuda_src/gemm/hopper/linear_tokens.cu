@@ -16,8 +16,8 @@
 // n.       Four warps make it of each stage of x: times gamma, for codes in that order and times 2^60 (decode_operand.cuh),
 //          rounded once; and they add up x's squares. 1 / rms(x) is a factor of a whole row, and is applied to the sums. So a norm
 //          costs no launch and no second pass over x. Plain bf16 operands without a norm are multiplied where they land.
-// Scales.  A stage of a tile has one scale, by which n is multiplied before it is rounded; with gates two, by which the stage's
-//          128 products, in sums of their own, are.
+// Scales.  A stage of a tile has one, with gates two. With a norm and one scale n is multiplied by it before it is rounded;
+//          else the stage's 128 products are, in sums of their own.
 // Sums.    fp32. Parts of a tile are added in the order of the blocks.
 // Overlap. Weights and gamma are read before the launch before has ended, so that one must not write them.
 //
