@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cki.errors import InvalidArgumentError, OutOfBlocksError
-from cki.memory.checks import is_integer, is_size, require_sizes, token_counts, token_ids
+from cki.memory.checks import is_integer, is_size, listed, require_sizes, token_counts, token_ids
 from cki.memory.content import Salt, StoredBlocks, first_digest, prefix_digests
 
 #: Several sequences, or one.
@@ -284,17 +284,14 @@ class BlockAllocator:
 
     def rows_of(self, sequences: Sequences) -> np.ndarray:
         """Rows of `table` of live sequences.  Freed, unknown and repeated ids raise InvalidArgumentError."""
-        ids = (int(sequences),) if isinstance(sequences, (int, np.integer)) else tuple(sequences)
-        try:
-            rows = np.fromiter(map(self._rows.__getitem__, ids), np.int64, len(ids))
-        except (KeyError, TypeError):
+        ids = listed(sequences)
+        if not ({int}.issuperset(map(type, ids)) and self._rows.keys() >= set(ids)):
             for sequence in ids:
                 self._row(sequence)
-            raise
         if len(set(ids)) != len(ids):
             repeated = sorted({i for i in ids if ids.count(i) > 1})
             raise InvalidArgumentError(f"sequences named twice in one call: {repeated}")
-        return rows
+        return np.fromiter(map(self._rows.__getitem__, ids), np.int64, len(ids))
 
     # ------------------------------------------------------------ inside
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,25 +30,50 @@ def require_sizes(what: str, sizes: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(f"{what}: sizes out of range", problems, f"each {SIZE}")
 
 
+def listed(sequences: Any) -> tuple[Any, ...]:
+    """Several sequences, or one, as a tuple of what ought to be their ids."""
+    if isinstance(sequences, (np.ndarray, np.generic)):
+        sequences = sequences.tolist()
+    is_one = isinstance(sequences, (str, bytes, bytearray)) or not isinstance(sequences, Iterable)
+    return (sequences,) if is_one or getattr(sequences, "ndim", 1) == 0 else tuple(sequences)
+
+
 def token_counts(
     counts: int | Sequence[int] | np.ndarray, length: int, what: str = "new tokens"
 ) -> np.ndarray:
-    """int64 [length]: a number of tokens for each sequence, from one number or `length` of them."""
-    if is_integer(counts) and counts >= 0:  # type: ignore[operator]
+    """int64 [length]: a number of tokens for each sequence, from one number or `length` of them.
+
+    None is above 2^31 - 1, so no sum with lengths, and none over a batch, leaves 64 bits.
+    """
+    if is_integer(counts) and 0 <= counts < 2**31:  # type: ignore[operator]
         return np.full(length, counts, np.int64)
-    array = np.asarray(counts)
-    if (array.dtype.kind not in "iu" and array.size) or array.shape != (length,) or array.min(initial=0) < 0:
+    array = _array(counts)
+    if (
+        array is None or (array.dtype.kind not in "iu" and array.size) or array.shape != (length,)
+        or (array.size and not 0 <= array.min() <= array.max() < 2**31)
+    ):  # fmt: skip
         raise InvalidArgumentError(
-            f"{what}: {counts!r}", hint=f"one integer, 0 or more, for all sequences, or {length} of them"
+            f"{what}: {counts!r}",
+            hint=f"one integer, 0 or more and below 2^31, for all sequences, or {length} of them",
         )
     return array.astype(np.int64)
 
 
 def token_ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """int64 [tokens]: the ids of tokens."""
-    ids = np.asarray(tokens)
+    ids, hint = _array(tokens), "integers, one for each token, or their number"
+    if ids is None:
+        raise InvalidArgumentError(f"tokens: {tokens!r}", hint=hint)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidArgumentError(
-            f"tokens: {ids.dtype} of shape {ids.shape}", hint="integers, one for each token, or their number"
-        )
+        raise InvalidArgumentError(f"tokens: {ids.dtype} of shape {ids.shape}", hint=hint)
+    if ids.dtype.kind == "u" and ids.max(initial=0) >= 2**63:
+        raise InvalidArgumentError(f"tokens: {ids.max()} among them", hint="ids below 2^63")
     return ids.astype("<i8")
+
+
+def _array(given: Any) -> np.ndarray | None:
+    """As an array; None where it is none (lists of unequal lengths, a tensor on a GPU)."""
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError, RuntimeError):
+        return None

@@ -30,7 +30,7 @@ from cki.errors import InvalidArgumentError, UnsupportedError
 from cki.memory import arguments
 from cki.memory.arena import Arena, CudaArena, HostArena, VirtualArena, allocation_granularity
 from cki.memory.blocks import BlockAllocator, Sequences
-from cki.memory.checks import token_counts
+from cki.memory.checks import is_integer, is_size, listed, token_counts
 from cki.memory.content import Salt
 from cki.memory.layout import CacheLayout, CacheShape
 from cki.memory.step_tables import StepTables
@@ -95,6 +95,8 @@ class PagedKVCache:
         )  # fmt: skip
         self._arena.commit(self._layout.ranges(wanted.num_blocks))
         self._tables = StepTables(self._arena, self._layout, self._allocator)
+        # Of the step whose tables the device has, while it can go on from them.
+        self._step_ids: tuple[int, ...] | None = None
         self._layers = self._make_layers()
         self._block_parts = self._layout.block_parts()
         nothing = np.zeros(0, np.int64)
@@ -192,12 +194,18 @@ class PagedKVCache:
 
     def layer(self, index: int) -> CacheLayer:
         """Keys, values and scales of a layer.  After `grow` the same addresses with more blocks."""
-        if not 0 <= index < self.num_layers:
-            raise InvalidArgumentError(f"layer {index}", hint=f"0 to {self.num_layers - 1}")
+        if not is_integer(index) or not 0 <= index < self.num_layers:
+            raise InvalidArgumentError(
+                f"layer: index={index!r}", hint=f"an integer from 0 to {self.num_layers - 1}"
+            )
         return self._layers[index]
 
     def table(self, name: str) -> CacheTensor:
         """A table of the steps in its full size, by its name in `Step`: what a plan made for all steps reads."""
+        if not isinstance(name, str) or name not in self._layout.tables:
+            raise InvalidArgumentError(
+                f"table: name={name!r}", hint=f"one of {', '.join(self._layout.tables)}"
+            )
         return self._tables.tensor(name)
 
     @property
@@ -239,8 +247,11 @@ class PagedKVCache:
 
         The next step stores its tokens from there; blocks that were reserved for a prompt's rest are given up, too.
         """
-        freed = self._allocator.truncate(sequences, lengths)
-        self._tables.cut(self._allocator.rows_of(sequences))
+        ids = listed(sequences)
+        freed = self._allocator.truncate(ids, lengths)
+        self._tables.cut(self._allocator.rows_of(ids))
+        if self._step_ids is not None and not set(ids).isdisjoint(self._step_ids):
+            self._step_ids = None
         return freed
 
     def release_before(self, sequence: int, position: int) -> int:
@@ -275,7 +286,8 @@ class PagedKVCache:
         """
         handle = self._stream if stream is None else stream_handle(stream)
         self._refuse_capture("prepare_step", handle)
-        rows = self._allocator.rows_of(sequences)
+        ids = listed(sequences)
+        rows = self._allocator.rows_of(ids)
         counts = token_counts(new_tokens, len(rows))
         total = int(counts.sum())
         if total > self._shape.max_step_tokens:
@@ -284,6 +296,7 @@ class PagedKVCache:
                 hint="several steps (a prompt may be stored in parts), or a larger max_step_tokens",
             )
         copies = self._allocator.append_rows(rows, counts)
+        self._step_ids = None
         for source, target in copies.tolist():
             self._copy_block(source, target, handle)
         lengths = self._allocator.lengths[rows]
@@ -291,6 +304,7 @@ class PagedKVCache:
         if self._window_left is not None:
             first_seen = np.maximum(lengths - counts - self._window_left, 0)
             self._allocator.release_rows_before(rows, first_seen)
+        self._step_ids = ids
         longest = int(lengths.max(initial=0))
         views = self._tables.of_step(len(rows), total)
         return Step(
@@ -302,10 +316,20 @@ class PagedKVCache:
 
         As `prepare_step` with one new token each, but only what is new in the block table is uploaded: slot_mapping,
         positions and seq_lens are the caller's to bring from this step's to the next one's.
+
+        Other sequences than the last step's, another order, and sequences that were truncated since raise
+        InvalidArgumentError: a row of the block table would meet another's length.
         """
         handle = self._stream if stream is None else stream_handle(stream)
         self._refuse_capture("extend_step", handle)
-        rows = self._allocator.rows_of(sequences)
+        ids = listed(sequences)
+        rows = self._allocator.rows_of(ids)
+        if ids != self._step_ids:
+            last = "none to go on from" if self._step_ids is None else f"of {list(self._step_ids)}"
+            raise InvalidArgumentError(
+                f"extend_step: sequences {list(ids)}, but the last step is {last}",
+                hint="the sequences of the last step, in its order; else prepare_step",
+            )
         counts = np.ones(len(rows), np.int64)
         for source, target in self._allocator.append_rows(rows, counts).tolist():
             self._copy_block(source, target, handle)
@@ -327,8 +351,9 @@ class PagedKVCache:
         problems = []
         if not self._can_grow:
             problems.append("this cache was made without max_num_blocks")
-        elif not self.num_blocks <= num_blocks <= self._max_num_blocks:
-            problems.append(f"num_blocks={num_blocks} is not in {self.num_blocks} to {self._max_num_blocks}")
+        elif not is_size(num_blocks) or not self.num_blocks <= num_blocks <= self._max_num_blocks:
+            span = f"{self.num_blocks} to {self._max_num_blocks}"
+            problems.append(f"num_blocks={num_blocks!r} is not an integer in {span}")
         if problems:
             raise InvalidArgumentError(
                 "grow", problems, "PagedKVCache(..., max_num_blocks=the most it may get)"

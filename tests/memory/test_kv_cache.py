@@ -433,12 +433,46 @@ def test_bad_steps() -> None:
         ([a, 5], 1, "sequence 5 was never created"),
         ([a], 13, "sequence 0 with 13 tokens needs 4 blocks; max_blocks_per_sequence=3 allows 12"),
         ([a, b], [60, 5], "65 new tokens in one step; max_step_tokens=64"),
+        ([a, b], 2**63 - 1, "9223372036854775807"),
+        ([a], np.array([2**64 - 3], np.uint64), "18446744073709551613"),
+        ([a, True], 1, "sequence True was never created"),
+        (None, 1, "sequence None was never created"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             cache.prepare_step(sequences, counts)
     assert (cache.length(a), cache.length(b), cache.blocks_used) == (0, 0, 0)
-    with pytest.raises(InvalidArgumentError, match="0 to 2"):
-        cache.layer(3)
+    for index in (3, -1, "0", None, 1.0, True):
+        with pytest.raises(InvalidArgumentError, match=f"index={index!r}\n.*0 to 2"):
+            cache.layer(index)
+    for name in ("nosuch", None, ["seq_lens"]):
+        with pytest.raises(
+            InvalidArgumentError, match="table: name=.*\n.*one of slot_mapping, .*block_table"
+        ):
+            cache.table(name)
+    growing = small(max_num_blocks=32)
+    for blocks in ("24", None, 24.0, 15, 33):
+        with pytest.raises(
+            InvalidArgumentError, match=f"num_blocks={blocks!r} is not an integer in 16 to 32"
+        ):
+            growing.grow(blocks)
+
+
+def test_only_the_last_step_s_sequences_go_on_from_its_tables() -> None:
+    cache = small()
+    a, b = cache.allocate_sequence(), cache.allocate_sequence()
+    with pytest.raises(InvalidArgumentError, match="none to go on from"):
+        cache.extend_step([a, b])
+    cache.prepare_step([a, b], [3, 4])
+    for sequences in ([b, a], [a], a, [], None):
+        with pytest.raises(InvalidArgumentError):
+            cache.extend_step(sequences)
+    assert (cache.length(a), cache.length(b), cache.blocks_used) == (3, 4, 2)
+    cache.extend_step(np.array([a, b]))
+    cache.extend_step((a, b))
+    cache.truncate(b, 5)  # the device counts from 6
+    with pytest.raises(InvalidArgumentError, match="prepare_step"):
+        cache.extend_step([a, b])
+    assert (cache.length(a), cache.length(b)) == (5, 5)
 
 
 def test_memory_lives_as_long_as_anyone_holds_it(device: DeviceUnderTest) -> None:
