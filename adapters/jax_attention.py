@@ -113,10 +113,16 @@ def _both(mask: Any, is_key: Any) -> Any:
 
 
 def _window(given: Any) -> tuple[Any, ...]:
-    if isinstance(given, Integral) and not isinstance(given, bool):
-        return int(given), int(given)
-    if isinstance(given, (tuple, list)):
-        return tuple(given)
+    sizes = (given, given) if isinstance(given, Integral) and not isinstance(given, bool) else given
+    if isinstance(sizes, (tuple, list)):
+        # -1, which is no limit to CKI, is a number to JAX.
+        if any(isinstance(size, Integral) and size < 0 for size in sizes):
+            raise InvalidArgumentError(
+                f"{_OPERATION}: local_window_size is {given!r}", hint="sizes of 0 or more; None is no limit"
+            )
+        return tuple(
+            int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size for size in sizes
+        )
     raise InvalidTypeError(
         f"{_OPERATION}: local_window_size is {given!r}", hint="an integer, or a pair of them (left, right)"
     )

@@ -70,9 +70,16 @@ class _FusedLayer(keras.layers.Layer):  # type: ignore[misc]
             problems.append(
                 f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads {self.num_heads}"
             )
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}, not in [0, 1)")
+        for name in ("causal", "pre_ln", "use_bias"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name} is {getattr(self, name)!r}, not True or False")
+        for name in ("dropout", "attention_dropout", "epsilon"):
+            value, is_rate = getattr(self, name), name != "epsilon"
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < (1 if is_rate else float("inf")):
+                problems.append(
+                    f"{name} is {value!r}, not {'in [0, 1)' if is_rate else 'a number of 0 or more'}"
+                )
         if getattr(self, "activation", None) not in _ACTIVATIONS:
             problems.append(
                 f"activation is {self.activation!r}, not one of {', '.join(map(repr, _ACTIVATIONS))}"

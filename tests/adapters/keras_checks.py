@@ -9,6 +9,7 @@ its outputs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -331,6 +332,16 @@ def check_refusals():
         "dropout is 1.5, not in [0, 1)",
         lambda: FusedEncoderLayer(1, 16, 8, dropout=1.5),
     )
+    for wrong in (
+        {"dropout": "x"},
+        {"causal": 1},
+        {"pre_ln": "no"},
+        {"epsilon": float("nan")},
+        {"epsilon": -1},
+    ):
+        ((name, value),) = wrong.items()
+        make = functools.partial(FusedAttentionLayer, 2, 16, **wrong)
+        refused(InvalidArgumentError, f"{name} is {value!r}, not ", make)
     refused(
         InvalidArgumentError,
         "does not divide num_heads 3",

@@ -119,6 +119,8 @@ def test_bad_shapes_are_named():
         ({"key_value_seq_lengths": np.ones(1, np.int32)}, InvalidArgumentError, "key_value_seq_lengths has shape (1,)"),
         ({"key_value_seq_lengths": np.ones(2, np.float32)}, InvalidTypeError, "key_value_seq_lengths is float32"),
         ({"local_window_size": (-2, 1)}, InvalidArgumentError, "local_window_size is (-2, 1)"),
+        ({"local_window_size": -1}, InvalidArgumentError, "local_window_size is -1\n  hint: sizes of 0 or more"),
+        ({"local_window_size": (0, -1)}, InvalidArgumentError, "local_window_size is (0, -1)"),
         ({"local_window_size": 2.5}, InvalidTypeError, "local_window_size is 2.5\n  hint: an integer, or a pair"),
         (
             {"key_value_seq_lengths": np.ones(2, np.int32), "mask": np.ones((3, 4), np.float32)},
