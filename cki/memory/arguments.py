@@ -12,7 +12,7 @@ from cki import driver, dtypes
 from cki.device import current
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError
-from cki.memory.checks import SIZE, is_integer, is_size
+from cki.memory.checks import SIZE, is_integer, is_size, table_problems
 from cki.memory.layout import CacheShape
 
 DTYPES = (dtypes.f16, dtypes.bf16, dtypes.f32, dtypes.e4m3)
@@ -105,7 +105,10 @@ def check(
         shape = replace(shape, max_blocks_per_sequence=columns)
     if shape.max_blocks_per_sequence * shape.block_size >= 2**31:
         tokens = shape.max_blocks_per_sequence * shape.block_size
-        raise _refusal([f"max_blocks_per_sequence * block_size = {tokens} tokens do not fit 32-bit lengths"])
+        problems.append(f"max_blocks_per_sequence * block_size = {tokens} tokens do not fit 32-bit lengths")
+    problems += table_problems(shape.max_sequences, shape.max_blocks_per_sequence)
+    if problems:
+        raise _refusal(problems)
     return Checked(shape, blocks, most, scales)
 
 
@@ -155,10 +158,13 @@ def from_config(config: Any, num_blocks: int | None, options: Mapping[str, Any])
 
     text = get(config, "text_config") or config  # of models that also see or hear
     heads, hidden = get(text, "num_attention_heads"), get(text, "hidden_size")
+    head_dim = get(text, "head_dim")
+    if not head_dim and options.get("head_dim") is None and heads and hidden:
+        head_dim = _divided(hidden, heads)
     found = {
         "num_layers": get(text, "num_hidden_layers"),
         "num_kv_heads": get(text, "num_key_value_heads") or heads,
-        "head_dim": get(text, "head_dim") or (hidden // heads if heads and hidden else None),
+        "head_dim": head_dim,
         "dtype": get(text, "dtype") or get(text, "torch_dtype") or "bf16",
     }
     arguments = {**found, **options}
@@ -172,10 +178,25 @@ def from_config(config: Any, num_blocks: int | None, options: Mapping[str, Any])
     block_size = arguments.get("block_size", 16)
     if is_size(positions) and is_size(block_size) and "max_blocks_per_sequence" not in arguments:
         columns = -(-positions // block_size)
-        if is_size(num_blocks):
-            columns = min(columns, arguments.get("max_num_blocks") or num_blocks)
-        arguments["max_blocks_per_sequence"] = columns
+        most = arguments.get("max_num_blocks") or num_blocks
+        arguments["max_blocks_per_sequence"] = min(columns, most) if is_size(most) else columns
     return arguments
+
+
+def _divided(hidden_size: Any, num_attention_heads: Any) -> int:
+    """The head_dim of a config that does not say it."""
+    sizes = {"hidden_size": hidden_size, "num_attention_heads": num_attention_heads}
+    problems = [f"{name}={value!r} is not {SIZE}" for name, value in sizes.items() if not is_size(value)]
+    if not problems and hidden_size % num_attention_heads:
+        problems.append(
+            f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_attention_heads}"
+        )
+    if problems:
+        raise InvalidArgumentError(
+            "the config does not say head_dim, and its sizes do not give it", problems,
+            "a config with head_dim; or head_dim= as an argument",
+        )  # fmt: skip
+    return int(hidden_size // num_attention_heads)
 
 
 def has_driver() -> bool:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cki.errors import InvalidArgumentError, OutOfBlocksError
+from cki.memory import checks
 from cki.memory.checks import is_integer, is_size, listed, require_sizes, token_counts, token_ids
 from cki.memory.content import Salt, StoredBlocks, first_digest, prefix_digests
 
@@ -50,6 +51,8 @@ class BlockAllocator:
         columns = num_blocks if max_blocks_per_sequence is None else max_blocks_per_sequence
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_sequences": max_sequences}
         require_sizes("BlockAllocator", {**sizes, "max_blocks_per_sequence": columns})
+        if problems := checks.table_problems(max_sequences, columns):
+            raise InvalidArgumentError("BlockAllocator", problems, "a smaller max_blocks_per_sequence")
         self.num_blocks, self.block_size = int(num_blocks), int(block_size)
         self.table = np.zeros((max_sequences, columns), np.int32)
         self.lengths, self.held, self.released = (np.zeros(max_sequences, np.int64) for _ in range(3))

@@ -30,6 +30,15 @@ def require_sizes(what: str, sizes: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(f"{what}: sizes out of range", problems, f"each {SIZE}")
 
 
+def table_problems(max_sequences: int, max_blocks_per_sequence: int) -> list[str]:
+    """What is wrong with a block table of these extents: one of 2^31 entries or more takes 8 GiB."""
+    entries = max_sequences * max_blocks_per_sequence
+    if entries < 2**31:
+        return []
+    product = f"max_sequences={max_sequences} * max_blocks_per_sequence={max_blocks_per_sequence}"
+    return [f"{product} = {entries} entries of the block table, not below 2^31"]
+
+
 def listed(sequences: Any) -> tuple[Any, ...]:
     """Several sequences, or one, as a tuple of what ought to be their ids."""
     if isinstance(sequences, (np.ndarray, np.generic)):

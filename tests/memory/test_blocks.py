@@ -247,6 +247,10 @@ def test_grow_keeps_what_is_there() -> None:
         (lambda a: BlockAllocator(0, -1), "num_blocks=0.*block_size=-1"),
         (lambda a: BlockAllocator(4, 2.0), "block_size=2.0"),
         (lambda a: BlockAllocator(True, 2), "num_blocks=True"),
+        (
+            lambda a: BlockAllocator(2**31 - 1, 4, max_sequences=2**31 - 1),
+            r"max_sequences=2147483647 \* max_blocks_per_sequence=2147483647.*a smaller",
+        ),
         (lambda a: a.create(-1), "0 or more"),
         (lambda a: a.create([1.5]), "float64"),
         (lambda a: a.create([[1]]), r"shape \(1, 1\)"),

@@ -389,6 +389,28 @@ def test_from_config() -> None:
         PagedKVCache.from_config({}, device="sim")
 
 
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({"hidden_size": 30}, {}, "hidden_size=30 is no multiple of num_attention_heads=4\n.*hint.*head_dim"),
+        ({"num_attention_heads": "4"}, {}, "num_attention_heads='4' is not an integer"),
+        ({"hidden_size": 32.0}, {}, "hidden_size=32.0 is not an integer"),
+        ({}, {"max_num_blocks": "16"}, "max_num_blocks='16' is not an integer"),
+    ],
+)
+def test_bad_configs(changes: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    config = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
+        "max_position_embeddings": 64,
+    }
+    with pytest.raises(InvalidArgumentError, match=words):
+        PagedKVCache.from_config({**config, **changes}, 8, device="sim", **options)
+    cache = PagedKVCache.from_config({**config, "hidden_size": 30}, 8, head_dim=8, device="sim")
+    assert cache.layer(0).k.shape == (8, 16, 4, 8)
+
+
 def test_every_broken_rule_is_named() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         small(num_layers=0, bytes=0, block_size=1.5, head_dim=-4, dtype="i32", max_num_blocks=True)
@@ -414,6 +436,7 @@ def test_every_broken_rule_is_named() -> None:
         ({"dtype": "e4m3", "static_scales": (1.0, 0.0)}, "of values are not all positive"),
         ({"dtype": "e4m3", "static_scales": (float("nan"), 1.0)}, "of keys are not all positive"),
         ({"max_blocks_per_sequence": 2**29}, "do not fit 32-bit lengths"),
+        ({"max_blocks_per_sequence": 2**20, "max_sequences": 2**11}, "2147483648 entries of the block table"),
         ({"device": "tpu"}, '"sim", "cuda", "cuda:1"'),
         ({"device": "cuda:x"}, '"sim", "cuda", "cuda:1"'),
     ],
