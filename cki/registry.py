@@ -19,7 +19,6 @@ FAMILIES = {
     "varlen": "cki.ops.varlen",
     "linear": "cki.ops.linear",
     "linear_decode": "cki.ops.linear_decode",
-    "linear_tokens": "cki.ops.linear_tokens",
     "encoder": "cki.ops.encoder",
     "encoder_inputs": "cki.ops.encoder_inputs",
     "embedding": "cki.ops.embedding",

@@ -42,6 +42,9 @@ constexpr int kPairs = kRotaryDim / 2;
 static_assert(kPairs <= kThreads, "a thread computes one angle");
 constexpr bool kExchange = kRotaryDim > 0 && !kInterleaved && kPairs % kPart != 0;
 constexpr bool kQuantize = sizeof(CacheElement) == 1;
+// Rows that a lane has asked for: two where nothing but rotation is done, of many tokens, and memory's latency is most of a
+// block's time. A decoding step's blocks have one.
+constexpr int kAhead = kHasCache ? 1 : 2;
 constexpr float kLargestCode = 448.0f;
 
 // Eight elements of a row, as they lie in memory until they are needed: an access is waited for where its result is used.
@@ -148,6 +151,7 @@ struct TokenRow {
   bool is_query, is_key, is_value;
   int head;
 
+  TokenRow() = default;
   __device__ __forceinline__ TokenRow(int row, int rows, int q_heads, int kv_heads) {
     const int kv_row = row - (kHasQuery ? q_heads : 0);
     is_query = kHasQuery && row < q_heads;
@@ -177,9 +181,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int first = thread % kLanes * kPart;
   const int rows = (kHasQuery ? q_heads : 0) + (kHasCache ? 2 * kv_heads : 0);
 
-  double frequency = 0.0;  // turns a position, of this thread's pair
-  if constexpr (kRotaryDim > 0 && !kHasTable)
-    frequency = exp2(-log2_base * (2.0 * thread / kRotaryDim)) * 0.15915494309189533577;  // 1 / (2 pi)
+  const auto frequency_of_pair = [&] {  // turns a position, of this thread's pair; 1 / (2 pi)
+    return exp2(-log2_base * (2.0 * thread / kRotaryDim)) * 0.15915494309189533577;
+  };
+  // It takes a microsecond: before the launch ahead has ended, or else while the rows are on their way.
+  [[maybe_unused]] double frequency = 0.0;
+  if constexpr (kRotaryDim > 0 && !kHasTable && kProgrammatic) frequency = frequency_of_pair();
 
   if constexpr (kProgrammatic) {
     ptx::griddepcontrol_launch_dependents();
@@ -187,9 +194,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   const i64 position = kRotaryDim > 0 ? static_cast<i64>(positions[token * positions_stride]) : 0;
   const i64 slot = kHasCache ? static_cast<i64>(slots[token * slots_stride]) : -1;
-  Part<Element, kVectorLoads> part_of_row;
-  Part<NormWeight, kVectorWeights> part_of_weight;
-  const auto load = [&](const TokenRow& row) {
+  int first_row = part * kRows;
+  Part<Element, kVectorLoads> part_of_row[kAhead];
+  Part<NormWeight, kVectorWeights> part_of_weight[kAhead];
+  TokenRow next[kAhead];
+  const auto load = [&](int place, int from) {
+    const TokenRow& row = next[place] = TokenRow(from + thread / kLanes, rows, q_heads, kv_heads);
     const auto of = [&](auto of_query, auto of_key, auto of_value) {
       return row.is_query ? of_query : row.is_key ? of_key : of_value;
     };
@@ -197,17 +207,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Element* source = of(q, k, v) + token * of(q_token, k_token, v_token) +
                             row.head * of(q_head, k_head, v_head) + first * step;
     const bool is_any = row.is_query || row.is_key || row.is_value;
-    part_of_row.load(source, step, first, !is_any ? 0 : row.is_value ? kValueDim : kHeadDim);
+    part_of_row[place].load(source, step, first, !is_any ? 0 : row.is_value ? kValueDim : kHeadDim);
     if constexpr (kNormQuery || kNormKey) {
       const bool normed = (kNormQuery && row.is_query) || (kNormKey && row.is_key);
       const NormWeight* weight = row.is_query ? q_weight : k_weight;
       const i64 weight_step = kVectorWeights ? 1 : row.is_query ? q_weight_step : k_weight_step;
-      part_of_weight.load(weight + first * weight_step, weight_step, first, normed ? kHeadDim : 0);
+      part_of_weight[place].load(weight + first * weight_step, weight_step, first, normed ? kHeadDim : 0);
     }
   };
-  int first_row = part * kRows;
-  TokenRow next(first_row + thread / kLanes, rows, q_heads, kv_heads);
-  load(next);
+#pragma unroll
+  for (int place = 0; place < kAhead; ++place) load(place, first_row + place * parts * kRows);
 
   Angles angles;
   if constexpr (kRotaryDim > 0) {
@@ -219,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           sine = table[position * table_stride + kPairs + thread];
         }
       } else {
+        if constexpr (!kProgrammatic) frequency = frequency_of_pair();
         const double turns = static_cast<double>(position) * frequency;
         const float half_turns = static_cast<float>((turns - rint(turns)) * 2.0);
         sincospif(half_turns, &sine, &cosine);
@@ -234,19 +244,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const i64 block = !stored ? 0 : kBlockShift >= 0 ? slot >> kBlockShift : slot / block_size;
   const i64 offset = stored ? slot - block * block_size : 0;
 
-  // All lanes of a warp take the same trips, and load for the next one before they compute.
-  for (;;) {
+  // All lanes of a warp take the same trips, and load for a later one before they compute.
+  const auto trip = [&](int place) {
     float values[kPart];
-    part_of_row.to_floats(values);
+    part_of_row[place].to_floats(values);
     [[maybe_unused]] float weights[kPart];
-    if constexpr (kNormQuery || kNormKey) part_of_weight.to_floats(weights);
-    const TokenRow row = next;
-    first_row += parts * kRows;
-    const bool is_last = first_row >= rows;
-    if (!is_last) {
-      next = TokenRow(first_row + thread / kLanes, rows, q_heads, kv_heads);
-      load(next);
-    }
+    if constexpr (kNormQuery || kNormKey) part_of_weight[place].to_floats(weights);
+    const TokenRow row = next[place];
+    if (first_row + kAhead * parts * kRows < rows) load(place, first_row + kAhead * parts * kRows);
     if constexpr (kNormQuery || kNormKey) {
       float squares = 0.0f;
 #pragma unroll
@@ -304,6 +309,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         store_part(target + first * (kVectorStores ? 1 : step), step, first, row.is_key ? kHeadDim : kValueDim, values);
       }
     }
-    if (is_last) return;
+  };
+  for (;;) {
+#pragma unroll
+    for (int place = 0; place < kAhead; ++place) {
+      trip(place);
+      first_row += parts * kRows;
+      if (first_row >= rows) return;
+    }
   }
 }
