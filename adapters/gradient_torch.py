@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cki.adapters import gradient
+from cki.adapters.torch import has_tangent
 from cki.adapters.torch_ops import _fake, _run, run_operator, schema
 from cki.errors import UnsupportedError
 from cki.ops.call import Planned, PlanRequest, common_adapter_of
@@ -168,8 +169,67 @@ def call_recomputed(
             f"{name}: an output tensor is given beside recompute_gradient=True", hint="use what is returned"
         )
     common_adapter_of(found.spec, found.inputs, found.outs)  # names what is no tensor of torch
-    results = run_operator(OPERATORS[name], found.spec, found.inputs, found.attributes)
+    if any(tensor is not None and has_tangent(tensor) for tensor in found.inputs):
+        raise _forward_mode(found.spec)  # which torch would drop: the result's tangent would be 0
+    operator = OPERATORS[name]
+    if torch._C._functorch.maybe_current_level() is not None:  # torch.func, whose transforms ask for more
+        operator = functools.partial(_transformed, found.spec)
+    results = run_operator(operator, found.spec, found.inputs, found.attributes)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+class _Transformed(torch.autograd.Function):  # type: ignore[misc]
+    """The operator inside a transform of torch.func, for which what `register_autograd` makes is too little.
+
+    apply(spec, attributes by name, *inputs): all outputs.
+    """
+
+    @staticmethod
+    def forward(spec: OpSpec, attributes: dict[str, Any], *inputs: Any) -> Any:
+        found = OPERATORS[spec.name](*inputs, **attributes)
+        return found if isinstance(found, tuple) else (found,)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.spec, ctx.attributes, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(tensor for tensor in output if not tensor.is_floating_point()))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        # What `torch.func.vjp` returns runs when its level has ended, of which nothing can be recorded any more.
+        inputs = [t if t is None else torch._C._functorch.unwrap_if_dead(t) for t in ctx.saved_tensors]
+        return None, None, *_gradients(ctx.spec, inputs, ctx.attributes, ctx.needs_input_grad[2:], given)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _forward_mode(ctx.spec)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, spec: OpSpec, attributes: dict[str, Any], *inputs: Any) -> Any:
+        """One call for each element: what torch does with operators that have no rule of their own."""
+        calls = [
+            _Transformed.apply(
+                spec, attributes,
+                *(t if axis is None else t.select(axis, i) for t, axis in zip(inputs, in_dims[2:])),
+            )
+            for i in range(info.batch_size)
+        ]  # fmt: skip
+        outputs = tuple(torch.stack(parts) for parts in zip(*calls))
+        return outputs, (0,) * len(outputs)
+
+
+def _transformed(spec: OpSpec, *inputs: Any, **attributes: Any) -> Any:
+    outputs = _Transformed.apply(spec, attributes, *inputs)
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _forward_mode(spec: OpSpec) -> UnsupportedError:
+    return UnsupportedError(
+        f"{spec.name}: forward-mode differentiation (torch.func.jvp) beside recompute_gradient=True",
+        hint="reverse mode: torch.func.grad, torch.func.vjp, backward()",
+    )
 
 
 _REQUEST = PlanRequest()

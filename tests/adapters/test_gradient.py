@@ -101,6 +101,37 @@ def test_autograd_of_the_kernel_s_call(name):
         torch.testing.assert_close(gradient_found, wanted, rtol=2e-4, atol=2e-5)
 
 
+def test_transforms_of_torch_func():
+    """Reverse mode, of batches too, is autograd's; forward mode is refused by name."""
+
+    def loss(x, weight):
+        y, total = adapter.layer_norm(x, weight, residual=x, recompute_gradient=True)
+        return (y.sin() * total).sum()
+
+    x, weight = torch.randn(2, 3, 32, requires_grad=True), torch.randn(32, requires_grad=True)
+    plain, plain_weight = x.detach()[0], weight.detach()
+    with cki.device("sim"):
+        wanted = torch.autograd.grad(loss(x, weight), (x, weight))
+        found = torch.func.grad(loss, argnums=(0, 1))(x.detach(), plain_weight)
+        for ours, theirs in zip(found, wanted):
+            torch.testing.assert_close(ours, theirs)
+        batch = torch.vmap(torch.func.grad(loss), in_dims=(0, None))(x.detach(), plain_weight)
+        torch.testing.assert_close(batch, wanted[0])
+        value, pull = torch.func.vjp(lambda x: loss(x, plain_weight), x.detach())
+        torch.testing.assert_close(pull(torch.ones_like(value))[0], wanted[0])
+        slope = torch.func.grad(lambda x: (torch.func.grad(loss)(x, plain_weight) * plain).sum())(plain)
+        leaf = plain.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf, plain_weight), leaf, create_graph=True)
+        torch.testing.assert_close(slope, torch.autograd.grad((first * plain).sum(), leaf)[0])
+        with pytest.raises(UnsupportedError, match="layer_norm: forward-mode(.|\n)*hint: reverse mode"):
+            torch.func.jvp(lambda x: loss(x, plain_weight), (plain,), (plain,))
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(UnsupportedError, match="layer_norm: forward-mode"),
+        ):
+            loss(torch.autograd.forward_ad.make_dual(plain, plain), plain_weight)
+
+
 def test_only_what_is_asked_for_is_computed():
     x, weight = torch.randn(3, 32, requires_grad=True), torch.randn(32)
     with cki.device("sim"):
