@@ -21,7 +21,7 @@ from cki import dtypes
 from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
 from cki.adapters.torch_attention import scaled_dot_product_attention as scaled_dot_product_attention
 from cki.dtypes import DType
-from cki.errors import InvalidTypeError
+from cki.errors import InvalidTypeError, UnsupportedError
 from cki.generated import Expression
 from cki.ops.match import Guard, Likeness
 from cki.ops.spec import OpSpec
@@ -174,9 +174,18 @@ class TorchAdapter(Adapter):
             )
         elif tensor.layout == torch.strided and tensor.numel() and not _has_memory(tensor):
             problems.append(
-                f"{name} has no memory of its own (a tensor inside a torch.func transform or a trace)"
+                f"{name} has no memory of its own (a tensor inside a torch.func transform or a trace); the function of "
+                "cki.adapters.torch with recompute_gradient=True runs under torch.vmap and torch.func.grad"
             )
         return problems
+
+    def require_callable(self, operation: str) -> None:
+        if torch.jit.is_tracing():
+            raise UnsupportedError(
+                f"{operation} inside torch.jit.trace, which would not see the call",
+                hint="torch.export or torch.compile, which follow it; or the operator "
+                f"torch.ops.cki.{operation} of cki.adapters.torch_ops, which any trace records",
+            )
 
     def view(self, tensor: torch.Tensor) -> TensorView:
         shape = tuple(tensor.shape)

@@ -68,6 +68,7 @@ def bind(
 
     inputs, outs: tensors of `adapter`'s framework, or views of them; outs in the order of `spec.outputs`.
     """
+    adapter.require_callable(spec.name)
     input_names = [item.name for item in spec.inputs]
     out_names = out_arguments(spec)[: len(outs)]
     tensors = dict(zip([*input_names, *out_names], [*inputs, *outs]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import timeit
 import weakref
@@ -16,7 +17,7 @@ from cki import dtypes  # noqa: E402
 from cki.adapter import BY_TYPE, adapter_of, require_valid  # noqa: E402
 from cki.adapters.torch import _FROM_TORCH  # noqa: E402
 from cki.dlpack import DLPackExport  # noqa: E402
-from cki.errors import InvalidTypeError  # noqa: E402
+from cki.errors import InvalidTypeError, UnsupportedError  # noqa: E402
 from cki.tensor import DeviceId  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -202,6 +203,28 @@ def test_tensors_inside_torch_func_transforms_are_refused():
 
     torch.func.vmap(inner)(torch.zeros(2, 3))
     assert any("no memory of its own" in problem for problem in found), found
+    x = torch.randn(2, 3, 32)
+    with cki.device("sim"):
+        with pytest.raises(
+            InvalidTypeError, match="layer_norm: (.|\n)*recompute_gradient=True runs under torch.vmap"
+        ):
+            torch.vmap(cki.layer_norm)(x)
+        passes = functools.partial(cki.adapters.torch.layer_norm, recompute_gradient=True)
+        assert torch.equal(torch.vmap(passes)(x), cki.layer_norm(x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_call_that_torch_jit_trace_would_not_see_is_refused():
+    from cki.adapters import torch_ops
+
+    x = torch.randn(5, 40)
+    with cki.device("sim"):
+        with pytest.raises(
+            UnsupportedError, match=r"layer_norm inside torch.jit.trace(.|\n)*torch.ops.cki.layer_norm"
+        ):
+            torch.jit.trace(lambda x: cki.layer_norm(x), x)
+        traced = torch.jit.trace(lambda x: torch_ops.OPERATORS["layer_norm"](x)[0], x)
+        assert torch.equal(traced(2 * x + x * x), cki.layer_norm(2 * x + x * x))
 
 
 def test_parameters_without_a_shape_are_refused_until_they_have_one():
