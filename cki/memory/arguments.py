@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cki import driver, dtypes
+from cki import capture_state, driver, dtypes
 from cki.device import current
 from cki.dtypes import DType
-from cki.errors import InvalidArgumentError
+from cki.errors import InvalidArgumentError, UnsupportedError
 from cki.memory.checks import SIZE, is_integer, is_size, table_problems
 from cki.memory.layout import CacheShape
 
@@ -202,3 +202,15 @@ def _divided(hidden_size: Any, num_attention_heads: Any) -> int:
 def has_driver() -> bool:
     """Whether the CUDA driver was started in this process."""
     return driver.api.cache_info().currsize > 0
+
+
+def refuse_capture(what: str, stream: int) -> None:
+    """UnsupportedError inside a graph capture, by `cki.capture` or of that stream."""
+    capturing = capture_state.current.get() is not None
+    if not capturing and stream > 2 and has_driver():
+        capturing = driver.capturing_graph(stream) is not None
+    if capturing:
+        raise UnsupportedError(
+            f"{what} inside a graph capture: its host work and memory would not be replayed",
+            hint="call it before the capture and before each replay; the captured kernels read the tables anew",
+        )

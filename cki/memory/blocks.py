@@ -160,7 +160,6 @@ class BlockAllocator:
         self._require_blocks(num_new + len(copied))
         if self._cut_short:
             self._forget_overwritten(rows.tolist(), added, copied)
-
         taken = self._take(num_new + len(copied))
         copies = np.empty((len(copied), 2), np.int32)
         if len(copied):
@@ -227,9 +226,8 @@ class BlockAllocator:
         lengths = token_counts(lengths, len(rows), "lengths")
         least, most, held = self.released[rows] * size, self.lengths[rows], self.held[rows]
         for i in np.flatnonzero((lengths < least) | (lengths > most)).tolist():
-            what = (
-                f"length={lengths[i]} of sequence {self._id_of(int(rows[i]))}, which holds {most[i]} tokens"
-            )
+            sequence = self._id_of(int(rows[i]))
+            what = f"length={lengths[i]} of sequence {sequence}, which holds {most[i]} tokens"
             raise InvalidArgumentError(what, hint=f"an integer from {least[i]} to {most[i]}")
         kept = -(-lengths // size)
         freed = sum(self._leave(rows[i], kept[i], held[i]) for i in np.flatnonzero(held > kept).tolist())
@@ -242,6 +240,13 @@ class BlockAllocator:
             self._publish(row)
         return freed
 
+    def take_back(self, sequences: Sequences, lengths: np.ndarray) -> None:
+        """Back to `lengths` after an `append` whose tokens were never written: nobody may find them as a prefix."""
+        for row, length in zip(self.rows_of(sequences).tolist(), lengths.tolist()):
+            for block in self.table[row, length // self.block_size : self.held[row]].tolist():
+                self._stored.forget(block)
+        self.truncate(sequences, lengths)
+
     def release_before(self, sequence: int, position: int) -> int:
         """Give up the blocks all of whose tokens lie before `position`: none of them will be read any more.
 
@@ -249,10 +254,8 @@ class BlockAllocator:
         """
         row = self._row(sequence)
         if not is_integer(position) or not 0 <= position <= self.lengths[row]:
-            raise InvalidArgumentError(
-                f"position={position!r} of sequence {sequence}",
-                hint=f"an integer from 0 to {self.lengths[row]}",
-            )
+            what = f"position={position!r} of sequence {sequence}"
+            raise InvalidArgumentError(what, hint=f"an integer from 0 to {self.lengths[row]}")
         return self.release_rows_before(np.array([row]), np.array([position]))
 
     def release_rows_before(self, rows: np.ndarray, positions: np.ndarray) -> int:
@@ -317,11 +320,8 @@ class BlockAllocator:
 
     def _require_row(self) -> None:
         if not self._free_rows:
-            count = len(self._rows)
-            raise OutOfBlocksError(
-                f"all {count} sequence slots are occupied", needed=1,
-                hint="free a sequence, or a larger max_sequences",
-            )  # fmt: skip
+            what = f"all {len(self._rows)} sequence slots are occupied"
+            raise OutOfBlocksError(what, needed=1, hint="free a sequence, or a larger max_sequences")
 
     def _require_blocks(self, needed: int) -> None:
         if needed > self.num_free:

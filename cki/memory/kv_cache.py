@@ -18,15 +18,16 @@ Which block belongs to whom is `cki.memory.blocks`; not safe for several threads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from cki import capture_state, dlpack, driver
+from cki import dlpack
 from cki.adapter import stream_handle
 from cki.dtypes import DType
-from cki.errors import InvalidArgumentError, UnsupportedError
+from cki.errors import InvalidArgumentError
 from cki.memory import arguments
 from cki.memory.arena import Arena, CudaArena, HostArena, VirtualArena, allocation_granularity
 from cki.memory.blocks import BlockAllocator, Sequences
@@ -86,7 +87,7 @@ class PagedKVCache:
         self._max_num_blocks = wanted.max_num_blocks
         self._can_grow = max_num_blocks is not None
         self._stream = stream_handle(stream)
-        self._refuse_capture("a new cache", self._stream)
+        arguments.refuse_capture("a new cache", self._stream)
         dlpack.collect_unconsumed()  # an export of another cache that nobody took may hold its memory
         self._arena = self._make_arena(arguments.gpu_index(device))
         self._allocator = BlockAllocator(
@@ -97,6 +98,7 @@ class PagedKVCache:
         self._tables = StepTables(self._arena, self._layout, self._allocator)
         # Of the step whose tables the device has, while it can go on from them.
         self._step_ids: tuple[int, ...] | None = None
+        self._lost: set[int] = set()
         self._layers = self._make_layers()
         self._block_parts = self._layout.block_parts()
         nothing = np.zeros(0, np.int64)
@@ -203,9 +205,8 @@ class PagedKVCache:
     def table(self, name: str) -> CacheTensor:
         """A table of the steps in its full size, by its name in `Step`: what a plan made for all steps reads."""
         if not isinstance(name, str) or name not in self._layout.tables:
-            raise InvalidArgumentError(
-                f"table: name={name!r}", hint=f"one of {', '.join(self._layout.tables)}"
-            )
+            names = ", ".join(self._layout.tables)
+            raise InvalidArgumentError(f"table: name={name!r}", hint=f"one of {names}")
         return self._tables.tensor(name)
 
     @property
@@ -233,6 +234,7 @@ class PagedKVCache:
 
     def fork(self, sequence: int) -> int:
         """A new sequence that shares all tokens stored so far; blocks part when one of the two writes on."""
+        self._refuse_lost([sequence])
         return self._allocator.fork(sequence)
 
     def free_sequence(self, sequence: int, tokens: Sequence[int] | np.ndarray | None = None) -> int:
@@ -240,7 +242,9 @@ class PagedKVCache:
 
         tokens: ids of all tokens that it holds: a later prompt can share them (the next turn of a conversation).
         """
-        return self._allocator.free(sequence, tokens)
+        freed = self._allocator.free(sequence, None if sequence in self._lost else tokens)
+        self._lost.discard(sequence)
+        return freed
 
     def truncate(self, sequences: Sequences, lengths: int | Sequence[int] | np.ndarray) -> int:
         """Forget sequences' tokens from `lengths` on (drafts not accepted); returns how many blocks became free.
@@ -282,10 +286,11 @@ class PagedKVCache:
         are copied on it, and the tables uploaded; nothing waits for the device.  A prepared step has to be run.
 
         Raises before anything has changed: OutOfBlocksError (a point to preempt a sequence), InvalidArgumentError for
-        unknown or repeated sequences, and lengths over the limits; UnsupportedError inside a graph capture.
+        unknown or repeated sequences, and lengths over the limits; UnsupportedError inside a graph capture.  After a
+        DeviceError all lengths are what they were; a sequence whose shared block was not copied can only be freed.
         """
         handle = self._stream if stream is None else stream_handle(stream)
-        self._refuse_capture("prepare_step", handle)
+        arguments.refuse_capture("prepare_step", handle)
         ids = listed(sequences)
         rows = self._allocator.rows_of(ids)
         counts = token_counts(new_tokens, len(rows))
@@ -295,16 +300,12 @@ class PagedKVCache:
                 f"{total} new tokens in one step; max_step_tokens={self._shape.max_step_tokens}",
                 hint="several steps (a prompt may be stored in parts), or a larger max_step_tokens",
             )
-        copies = self._allocator.append_rows(rows, counts)
-        self._step_ids = None
-        for source, target in copies.tolist():
-            self._copy_block(source, target, handle)
-        lengths = self._allocator.lengths[rows]
-        self._tables.upload(rows, counts, lengths, handle)
+        with self._advancing(ids, rows, counts, handle) as copies:
+            lengths = self._allocator.lengths[rows]
+            self._tables.upload(rows, counts, lengths, handle)
         if self._window_left is not None:
             first_seen = np.maximum(lengths - counts - self._window_left, 0)
             self._allocator.release_rows_before(rows, first_seen)
-        self._step_ids = ids
         longest = int(lengths.max(initial=0))
         views = self._tables.of_step(len(rows), total)
         return Step(
@@ -321,7 +322,7 @@ class PagedKVCache:
         InvalidArgumentError: a row of the block table would meet another's length.
         """
         handle = self._stream if stream is None else stream_handle(stream)
-        self._refuse_capture("extend_step", handle)
+        arguments.refuse_capture("extend_step", handle)
         ids = listed(sequences)
         rows = self._allocator.rows_of(ids)
         if ids != self._step_ids:
@@ -330,13 +331,41 @@ class PagedKVCache:
                 f"extend_step: sequences {list(ids)}, but the last step is {last}",
                 hint="the sequences of the last step, in its order; else prepare_step",
             )
-        counts = np.ones(len(rows), np.int64)
-        for source, target in self._allocator.append_rows(rows, counts).tolist():
-            self._copy_block(source, target, handle)
-        self._tables.upload_blocks(rows, handle)
+        with self._advancing(ids, rows, np.ones(len(rows), np.int64), handle):
+            self._tables.upload_blocks(rows, handle)
         if self._window_left is not None:
             first_seen = np.maximum(self._allocator.lengths[rows] - 1 - self._window_left, 0)
             self._allocator.release_rows_before(rows, first_seen)
+
+    @contextlib.contextmanager
+    def _advancing(
+        self, ids: tuple[int, ...], rows: np.ndarray, counts: np.ndarray, stream: int
+    ) -> Iterator[np.ndarray]:
+        """A step's sequences grow, and blocks that part are copied; the tables are uploaded inside.  When the device
+        refuses, all is as before, but for sequences whose own copy of a shared block was not made: they are lost."""
+        self._refuse_lost(ids)
+        before = self._allocator.lengths[rows]
+        copies = self._allocator.append_rows(rows, counts)
+        self._step_ids, missing = None, set(copies[:, 1].tolist())
+        try:
+            for source, target in copies.tolist():
+                self._copy_block(source, target, stream)
+                missing.discard(target)
+            yield copies
+        except BaseException:
+            self._lost.update(i for i in ids if not missing.isdisjoint(self._allocator.blocks(i)))
+            self._allocator.take_back(ids, before)
+            self._tables.forget()
+            raise
+        self._step_ids = ids
+
+    def _refuse_lost(self, ids: Iterable[int]) -> None:
+        lost = sorted(self._lost.intersection(ids))
+        if lost:
+            raise InvalidArgumentError(
+                f"sequences {lost} lost a block when the device refused its copy in an earlier step",
+                hint="free_sequence, and compute their tokens again",
+            )
 
     def _copy_block(self, source: int, target: int, stream: int) -> None:
         for offset, nbytes in self._block_parts:
@@ -347,7 +376,7 @@ class PagedKVCache:
 
         OutOfBlocksError, and nothing changed, when the device has too little memory.
         """
-        self._refuse_capture("grow", self._stream)
+        arguments.refuse_capture("grow", self._stream)
         problems = []
         if not self._can_grow:
             problems.append("this cache was made without max_num_blocks")
@@ -355,22 +384,10 @@ class PagedKVCache:
             span = f"{self.num_blocks} to {self._max_num_blocks}"
             problems.append(f"num_blocks={num_blocks!r} is not an integer in {span}")
         if problems:
-            raise InvalidArgumentError(
-                "grow", problems, "PagedKVCache(..., max_num_blocks=the most it may get)"
-            )
+            raise InvalidArgumentError("grow", problems, "PagedKVCache(..., max_num_blocks=the most of it)")
         self._arena.commit(self._layout.ranges(num_blocks))
         self._allocator.grow(num_blocks)
         self._layers = self._make_layers()
-
-    def _refuse_capture(self, what: str, stream: int) -> None:
-        capturing = capture_state.current.get() is not None
-        if not capturing and stream > 2 and arguments.has_driver():
-            capturing = driver.capturing_graph(stream) is not None
-        if capturing:
-            raise UnsupportedError(
-                f"{what} inside a graph capture: its host work and memory would not be replayed",
-                hint="call it before the capture and before each replay; the captured kernels read the tables anew",
-            )
 
     def __repr__(self) -> str:
         shape, allocator = self._shape, self._allocator

@@ -62,6 +62,10 @@ class StepTables:
         """These rows of the allocator have lost entries at their ends: others will take their places."""
         self._sent[rows] = np.minimum(self._sent[rows], self._allocator.held[rows])
 
+    def forget(self) -> None:
+        """What the device holds is not known: the next step uploads its block table whole."""
+        self._batch = (-1, b"")
+
     def upload(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, stream: int) -> None:
         """Fill and upload the tables of a step that gives rows of the allocator's table `counts` tokens each.
 
