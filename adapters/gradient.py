@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from cki.errors import UnsupportedError
+import numpy as np
+
+from cki.errors import InvalidTypeError, UnsupportedError
 from cki.ops.table import public_specs
 
 Inputs = Mapping[str, Any]
@@ -114,6 +116,15 @@ def expression(name: str) -> Expression:
             hint=f"of {', '.join(sorted(names()))}, or the same in plain operations of the framework",
         )
     return found
+
+
+def require_bool(name: str, recompute_gradient: Any) -> None:
+    """InvalidTypeError for a recompute_gradient that is neither True nor False."""
+    if not isinstance(recompute_gradient, (bool, np.bool_)):
+        raise InvalidTypeError(
+            f"{name}: recompute_gradient is {recompute_gradient!r}",
+            hint="recompute_gradient of True or False",
+        )
 
 
 def refusal(name: str, framework: str, hint: str = "") -> UnsupportedError:

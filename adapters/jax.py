@@ -29,6 +29,7 @@ import cki
 from cki import capture_state, dtypes
 from cki.adapter import Adapter, IndirectAdapter, require_valid, type_name
 from cki.adapters import jax_ffi, known_operations
+from cki.adapters.gradient import require_bool
 from cki.adapters.immutable import framework_tensors
 from cki.adapters.jax_attention import dot_product_attention as dot_product_attention
 from cki.adapters.jax_ffi import register as register
@@ -237,6 +238,7 @@ def _function(name: str) -> Callable[..., Any]:
     @functools.wraps(public)
     def function(*args: Any, **kwargs: Any) -> Any:
         recomputes = kwargs.pop("recompute_gradient", False)
+        require_bool(name, recomputes)
         if kwargs.pop("stream", None) is not None:
             raise InvalidArgumentError(
                 f"{name}: stream is given, but XLA launches on its own", hint="no stream="

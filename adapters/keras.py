@@ -22,6 +22,7 @@ from cki.adapters import gradient_attention as expressions
 from cki.adapters import keras_backend as backend
 from cki.adapters import keras_weights as transfer
 from cki.errors import InvalidArgumentError, InvalidTypeError
+from cki.ops.attention_rules import MAX_HEAD_DIM
 
 _MATRICES = ("wq", "wo", "w1", "w2")
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")
@@ -66,12 +67,14 @@ class _FusedLayer(keras.layers.Layer):  # type: ignore[misc]
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{name} is {value!r}, not an integer of 1 or more")
+            elif name == "head_dim" and value > MAX_HEAD_DIM:
+                problems.append(f"head_dim is {value}, not an integer of 1 to {MAX_HEAD_DIM}")
         if not problems and self.num_heads % (self.num_kv_heads or self.num_heads):
             problems.append(
                 f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads {self.num_heads}"
             )
-        for name in ("causal", "pre_ln", "use_bias"):
-            if not isinstance(getattr(self, name), bool):
+        for name in ("causal", "pre_ln", "use_bias", "residual", "final_norm"):
+            if not isinstance(getattr(self, name, True), bool):
                 problems.append(f"{name} is {getattr(self, name)!r}, not True or False")
         for name in ("dropout", "attention_dropout", "epsilon"):
             value, is_rate = getattr(self, name), name != "epsilon"

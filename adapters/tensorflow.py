@@ -27,6 +27,7 @@ import cki
 from cki import capture_state
 from cki.adapter import Adapter, IndirectAdapter, adapter_of, type_name
 from cki.adapters import gradient_tensorflow, tf_eager, tf_graph, tf_ops
+from cki.adapters.gradient import require_bool
 from cki.adapters.immutable import framework_tensors, refuse_in_program
 from cki.adapters.tf_types import DLPACK_TYPES, FROM_TF, TO_TF, EagerTensor, as_tensor_or_variable
 from cki.dlpack import from_capsule
@@ -239,6 +240,8 @@ def _function(name: str) -> Callable[..., Any]:
 
     @functools.wraps(public)
     def function(*args: Any, recompute_gradient: bool = False, **kwargs: Any) -> Any:
+        if recompute_gradient is not False:
+            require_bool(name, recompute_gradient)
         arguments = [v if v.__class__ in _AS_THEY_ARE else _as_tensor(name, v) for v in args]
         named = {k: v if v.__class__ in _AS_THEY_ARE else _as_tensor(name, v) for k, v in kwargs.items()}
         for key, value in kwargs.items():

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 import cki
 from cki import dtypes
 from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
+from cki.adapters.gradient import require_bool
 from cki.adapters.torch_attention import scaled_dot_product_attention as scaled_dot_product_attention
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError, UnsupportedError
@@ -342,6 +343,8 @@ def _function(name: str) -> Callable[..., Any]:
 
     @functools.wraps(public)
     def function(*args: Any, recompute_gradient: bool = False, **kwargs: Any) -> Any:
+        if recompute_gradient is not False:
+            require_bool(name, recompute_gradient)
         if not recompute_gradient:
             return public(*args, **kwargs)
         from cki.adapters.gradient_torch import call_recomputed

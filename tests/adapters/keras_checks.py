@@ -338,10 +338,15 @@ def check_refusals():
         {"pre_ln": "no"},
         {"epsilon": float("nan")},
         {"epsilon": -1},
+        {"residual": None},
+        {"head_dim": 512},
     ):
         ((name, value),) = wrong.items()
-        make = functools.partial(FusedAttentionLayer, 2, 16, **wrong)
+        make = functools.partial(FusedAttentionLayer, **{"num_heads": 2, "head_dim": 16, **wrong})
         refused(InvalidArgumentError, f"{name} is {value!r}, not ", make)
+    refused(
+        InvalidArgumentError, "final_norm is 'x', not ", lambda: FusedEncoder(1, 2, 16, 8, final_norm="x")
+    )
     refused(
         InvalidArgumentError,
         "does not divide num_heads 3",

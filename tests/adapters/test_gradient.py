@@ -190,6 +190,11 @@ def test_refusals():
             InvalidTypeError, match="layer_norm(.|\n)*x requires grad(.|\n)*recompute_gradient=True"
         ):
             adapter.layer_norm(x)
+        for value in ("y", 1, None):
+            with pytest.raises(
+                InvalidTypeError, match=f"layer_norm: recompute_gradient is {value!r}\n.*True or False"
+            ):
+                adapter.layer_norm(x, recompute_gradient=value)
         with pytest.raises(UnsupportedError, match="mean_pool: recompute_gradient=True, but it has no"):
             adapter.mean_pool(x[None], torch.ones(1, 3, dtype=torch.int64), recompute_gradient=True)
         with pytest.raises(UnsupportedError, match="layer_norm: an output tensor is given"):

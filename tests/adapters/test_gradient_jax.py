@@ -14,7 +14,7 @@ import cki  # noqa: E402
 from cki.adapters import gradient  # noqa: E402
 from cki.adapters import jax as adapter  # noqa: E402
 from cki.adapters.gradient_jax import ARRAYS  # noqa: E402
-from cki.errors import InvalidArgumentError, UnsupportedError  # noqa: E402
+from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError  # noqa: E402
 from tests.adapters.gradient_cases import CASES, arrays_of, attributes_of, torch_gradients  # noqa: E402
 
 pytestmark = [pytest.mark.jax, pytest.mark.torch]
@@ -112,6 +112,11 @@ def test_refusals_name_the_operation():
             UnsupportedError, match="layer_norm has no gradient(.|\n)*recompute_gradient=True"
         ):
             jax.grad(lambda x: adapter.layer_norm(x).sum())(x)
+        for value in ("y", 1, None):
+            with pytest.raises(
+                InvalidTypeError, match=f"layer_norm: recompute_gradient is {value!r}\n.*True or False"
+            ):
+                adapter.layer_norm(x, recompute_gradient=value)
         with pytest.raises(UnsupportedError, match="mean_pool: recompute_gradient=True, but it has no"):
             adapter.mean_pool(x[None], jnp.ones((1, 2), jnp.int32), recompute_gradient=True)
         with pytest.raises(InvalidArgumentError, match="weight has shape"):

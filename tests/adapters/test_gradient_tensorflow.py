@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import cki  # noqa: E402
 from cki.adapters.gradient_tensorflow import gradients, with_gradient  # noqa: E402
-from cki.errors import UnsupportedError  # noqa: E402
+from cki.errors import InvalidTypeError, UnsupportedError  # noqa: E402
 from cki.ops.table import public_specs  # noqa: E402
 from tests.adapters.gradient_cases import CASES, arrays_of, call_of, torch_gradients  # noqa: E402
 
@@ -85,11 +85,18 @@ def test_a_tape_over_a_call():
 
 
 def test_refusals_name_the_operation():
+    from cki.adapters import tensorflow as adapter
+
     spec, x = public_specs()["layer_norm"], tf.Variable(tf.ones((2, 8)))
     with cki.device("sim"), tf.GradientTape() as tape:
         y = with_gradient(spec, [x, None, None, None], [1e-5, "rounded"], run_layer_norm, recomputes=False)
     with pytest.raises(UnsupportedError, match="layer_norm has no gradient(.|\n)*recompute_gradient=True"):
         tape.gradient(y, x)
+    for value in ("y", 1, None):
+        with pytest.raises(
+            InvalidTypeError, match=f"layer_norm: recompute_gradient is {value!r}\n.*True or False"
+        ):
+            adapter.layer_norm(x, recompute_gradient=value)
     with pytest.raises(UnsupportedError, match="mean_pool: recompute_gradient=True, but it has no"):
         with_gradient(public_specs()["mean_pool"], [x, x], [True], cki.mean_pool, recomputes=True)
 
