@@ -1,20 +1,26 @@
-"""`torch.nn.functional.scaled_dot_product_attention`, its signature and its rules, by CKI's kernels.
+"""`torch.nn.functional.scaled_dot_product_attention`, its signature and its rules, by CKI's kernels; with
+`recompute_gradient=True` also its gradient, as the functions of `cki.adapters.torch` have it.
 
 torch's layout [batch, heads, length, dim] is CKI's with two axes exchanged, which strides express: nothing is copied.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from cki.adapters.gradient import require_bool
 from cki.adapters.renamed import renamed
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.ops.attention import attention
 
 _OPERATION = "scaled_dot_product_attention"
-_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "mask": "attn_mask"}
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "bias": "attn_mask", "mask": "attn_mask", "causal": "is_causal",
+}  # fmt: skip
 _MASK_TYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -27,6 +33,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    recompute_gradient: bool = False,
 ) -> torch.Tensor:
     """Attention as torch defines it, without its broadcasting of batch axes; under torch.compile too.
 
@@ -38,11 +46,14 @@ def scaled_dot_product_attention(
     scale: None is 1/sqrt(head_dim).
     enable_gqa: kv_heads may divide heads; keys and values are not repeated in memory.
     dropout_p: 0.0 alone; this is a library for inference.
+    recompute_gradient: autograd records the call and differentiates the plain expression.
 
     Returns [..., heads, queries, value_dim], laid out as [..., queries, heads, value_dim] in memory.  A query that sees
     no key gets 0.
     Raises InvalidArgumentError, InvalidTypeError or UnsupportedError before any launch.
     """
+    if recompute_gradient is not False:
+        require_bool(_OPERATION, recompute_gradient)
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     batch = query.shape[:-3]
     bias = mask = None
@@ -51,13 +62,20 @@ def scaled_dot_product_attention(
             attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, len(batch) - 1)
         mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     q, k, v = (_one_batch_axis(tensor).transpose(1, 2) for tensor in (query, key, value))
+    operation = _attention_with_gradient() if recompute_gradient else attention
     try:
-        out = attention(
+        out = operation(
             q, k, v, causal=is_causal, causal_alignment="top_left", scale=scale, bias=bias, mask=mask
         ).transpose(1, 2)
     except CkiError as error:
         raise renamed(error, _OPERATION, _NAMES) from None
     return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
+
+
+def _attention_with_gradient() -> Callable[..., torch.Tensor]:
+    from cki.adapters import torch as operations  # which offers this module's function
+
+    return functools.partial(operations.attention, recompute_gradient=True)
 
 
 def _one_batch_axis(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,25 @@ def test_compiles_to_one_graph(place):
     assert torch.equal(found, model(q, k, mask))
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gradient_where_it_is_asked_for(is_compiled):
+    q, k, v = (normal(*shape).requires_grad_() for shape in ((2, 4, 5, 16), (2, 2, 7, 16), (2, 2, 7, 16)))
+    bias = normal(5, 7).requires_grad_()
+
+    def ours(q, k, v, bias):
+        return scaled_dot_product_attention(q, k, v, bias, enable_gqa=True, recompute_gradient=True)
+
+    if is_compiled:
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+    with cki.device("sim"):
+        found = ours(q, k, v, bias)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        gradients = torch.autograd.grad(found.sin().sum(), (q, k, v, bias))
+    for given, expected in zip(gradients, torch.autograd.grad(wanted.sin().sum(), (q, k, v, bias))):
+        torch.testing.assert_close(given, expected, rtol=2e-4, atol=2e-5)
+
+
 def test_refusals():
     q, k = normal(2, 4, 6, 16), normal(2, 2, 6, 16)
     with pytest.raises(UnsupportedError, match=r"dropout_p is 0\.1"):
@@ -137,6 +156,8 @@ def test_refusals():
     ("changes", "error", "message"),
     [
         ({"dropout_p": torch.tensor([0.0, 0.0])}, UnsupportedError, "dropout_p is tensor"),
+        ({"is_causal": 1}, InvalidTypeError, "is_causal is 1 of type int"),
+        ({"recompute_gradient": "yes"}, InvalidTypeError, "recompute_gradient is 'yes'\n  hint: recompute_gradient of"),
         ({"enable_gqa": "yes"}, InvalidTypeError, "enable_gqa is 'yes'\n  hint: enable_gqa of True or False"),
         ({"attn_mask": torch.ones(6, 7, dtype=torch.int32)}, InvalidTypeError, "attn_mask is torch.int32\n  hint: "),
         ({"attn_mask": torch.ones(5, 7)}, InvalidArgumentError, "(5, 7), which does not broadcast to (2, 3, 4, 6, 7)"),
