@@ -68,6 +68,8 @@ constexpr bool kDrops = kHides || kDropsAlways;
 // Whether every tile is tested for what its rows may see, though all may see all of most: the registers of wide rows of
 // fp32 hold no second form of the loop's body and the limits that choose between the two.
 constexpr bool kTestsAlways = kHides && sizeof(Element) == 4 && kValueDim > 192;
+// Whether fp32 outputs are rounded sums (product.cuh): wide rows with a bias and a mask have no registers for that.
+constexpr bool kRounds = !(kBias && kMask && kValueDim > 192);
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 static_assert(!kDescaled || (kScaleFirst && !kVarlen), "a descale may be negative or 0; it is a batch's and a head's");
@@ -109,7 +111,7 @@ __device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow (&softmax
       dropout.apply(scores[r / 2], first, first_key, row.query, row.dropout_row);
     }
   }
-  multiply_values<ValueTile>(output, scores, stage + KeyTile::kBytes);
+  multiply_values<kRounds, ValueTile>(output, scores, stage + KeyTile::kBytes);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)

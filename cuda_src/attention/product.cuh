@@ -51,6 +51,20 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const Left<float>&
   ptx::mma_m16n8k8_tf32(sum, a.high, b.high, sum);
 }
 
+// The same for sums over many keys: fp32 products are summed by themselves and added in fp32, for the tensor core cuts sums
+// off instead of rounding them, which over thousands of keys adds up.
+template <bool kRounds, class Element>
+__device__ __forceinline__ void add_product(float (&sum)[4], const Left<Element>& a, const Right<Element>& b) {
+  if constexpr (kRounds && sizeof(Element) == 4) {
+    float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    multiply_add(product, a, b);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[e] += product[e];
+  } else {
+    multiply_add(sum, a, b);
+  }
+}
+
 // scores[m][n] = rows [16 m, +16) of the warp's queries times keys [8 n, +8), over the whole head dimension.
 // `queries` points at the warp's first row.
 template <class QueryTile, class KeyTile, int kRowTiles, int kKeyTiles>
@@ -132,30 +146,56 @@ __device__ __forceinline__ void load_values(u32 (&words)[4], const unsigned char
   }
 }
 
-// output[m][n] += weights[m] times value columns [8 n, +8).
-template <class ValueTile, int kRowTiles, int kKeyTiles, int kColumnTiles>
+// output[m][n] += step `step` of weights[m] times value columns [8 n, +8); a[m]: that step's weights.
+template <bool kRounds, class ValueTile, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_values_of_step(float (&output)[kRowTiles][kColumnTiles][4],
+                                                        const Left<typename ValueTile::Element> (&a)[kRowTiles],
+                                                        const unsigned char* values, int step) {
+#pragma unroll
+  for (int n = 0; n < kColumnTiles; n += 2) {
+    u32 words[4];
+    load_values<ValueTile>(words, values, step, n);
+    Right<typename ValueTile::Element> b[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, words[i]);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      add_product<kRounds>(output[m][n], a[m], b[0]);
+      add_product<kRounds>(output[m][n + 1], a[m], b[1]);
+    }
+  }
+}
+
+// output[m][n] += weights[m] times value columns [8 n, +8). fp32 weights are used up. kRounds: see add_product.
+template <bool kRounds, class ValueTile, int kRowTiles, int kKeyTiles, int kColumnTiles>
 __device__ __forceinline__ void multiply_values(float (&output)[kRowTiles][kColumnTiles][4],
-                                                const float (&weights)[kRowTiles][kKeyTiles][4],
+                                                float (&weights)[kRowTiles][kKeyTiles][4],
                                                 const unsigned char* values) {
   using Element = typename ValueTile::Element;
   constexpr int kSteps = ValueTile::kRows * static_cast<int>(sizeof(Element)) / 32;
+  Left<Element> a[kRowTiles];
+  if constexpr (sizeof(Element) == 2) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    Left<Element> a[kRowTiles];
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) a[m] = left_from_weights<Element>(weights[m], step);
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n += 2) {
-      u32 words[4];
-      load_values<ValueTile>(words, values, step, n);
-      Right<Element> b[2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, words[i]);
+      for (int m = 0; m < kRowTiles; ++m) a[m] = left_from_weights<Element>(weights[m], step);
+      multiply_values_of_step<kRounds, ValueTile>(output, a, values, step);
+    }
+  } else {
+    // Step by step, its weights moving to the front: unrolled, the compiler has products of many steps under way at
+    // once and spills.
+#pragma unroll 1
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        multiply_add(output[m][n], a[m], b[0]);
-        multiply_add(output[m][n + 1], a[m], b[1]);
+        a[m] = left_from_weights<Element>(weights[m], 0);
+#pragma unroll
+        for (int n = 1; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) weights[m][n - 1][e] = weights[m][n][e];
+        }
       }
+      multiply_values_of_step<kRounds, ValueTile>(output, a, values, step);
     }
   }
 }
