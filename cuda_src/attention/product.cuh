@@ -59,7 +59,7 @@ __device__ __forceinline__ void add_product(float (&sum)[4], const Left<Element>
     float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     multiply_add(product, a, b);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sum[e] += product[e];
+    for (int e = 0; e < 4; ++e) sum[e] = __fadd_rn(sum[e], product[e]);
   } else {
     multiply_add(sum, a, b);
   }

@@ -123,7 +123,10 @@ __device__ __forceinline__ void add_products(float (&sum)[kTilesM][kTilesN][4], 
 #pragma unroll
     for (int i = 0; i < 2 * kGroup; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[m + i / 2][first + i % 2][e] += product[i][e];
+      for (int e = 0; e < 4; ++e) {
+        float& to = sum[m + i / 2][first + i % 2][e];
+        to = __fadd_rn(to, product[i][e]);
+      }
     }
   }
 }
