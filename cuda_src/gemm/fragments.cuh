@@ -101,33 +101,26 @@ __device__ __forceinline__ void split_words(const u32 (&x)[N], u32 (&high)[N], u
 template <int kTilesM, int kTilesN>
 __device__ __forceinline__ void add_products(float (&sum)[kTilesM][kTilesN][4], int first, const u32 (&a)[kTilesM][4],
                                              const u32 (&b)[2][2], ElementTag<float>) {
-  u32 b_high[2][2], b_low[2][2];
+  u32 a_high[kTilesM][4], a_low[kTilesM][4], b_high[2][2], b_low[2][2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) split_words(b[j], b_high[j], b_low[j]);
-  // Up to four tiles at a time, all of them within each of the three: products that add to the same sum stand apart. A
-  // step's products are summed by themselves and added in fp32: the tensor core cuts sums off instead of rounding them,
-  // which over a long K adds up.
-  constexpr int kGroup = kTilesM % 2 == 0 ? 2 : 1;
 #pragma unroll
-  for (int m = 0; m < kTilesM; m += kGroup) {
-    u32 a_high[kGroup][4], a_low[kGroup][4];
-    float product[2 * kGroup][4] = {};
+  for (int i = 0; i < kTilesM; ++i) split_words(a[i], a_high[i], a_low[i]);
+  // All tiles within each of the three: products that add to the same sum stand apart.
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) split_words(a[m + i], a_high[i], a_low[i]);
+  for (int i = 0; i < 2 * kTilesM; ++i) {
+    float(&tile)[4] = sum[i / 2][first + i % 2];
+    ptx::mma_m16n8k8_tf32(tile, a_low[i / 2], b_high[i % 2], tile);
+  }
 #pragma unroll
-    for (int i = 0; i < 2 * kGroup; ++i) ptx::mma_m16n8k8_tf32(product[i], a_low[i / 2], b_high[i % 2], product[i]);
+  for (int i = 0; i < 2 * kTilesM; ++i) {
+    float(&tile)[4] = sum[i / 2][first + i % 2];
+    ptx::mma_m16n8k8_tf32(tile, a_high[i / 2], b_low[i % 2], tile);
+  }
 #pragma unroll
-    for (int i = 0; i < 2 * kGroup; ++i) ptx::mma_m16n8k8_tf32(product[i], a_high[i / 2], b_low[i % 2], product[i]);
-#pragma unroll
-    for (int i = 0; i < 2 * kGroup; ++i) ptx::mma_m16n8k8_tf32(product[i], a_high[i / 2], b_high[i % 2], product[i]);
-#pragma unroll
-    for (int i = 0; i < 2 * kGroup; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& to = sum[m + i / 2][first + i % 2][e];
-        to = __fadd_rn(to, product[i][e]);
-      }
-    }
+  for (int i = 0; i < 2 * kTilesM; ++i) {
+    float(&tile)[4] = sum[i / 2][first + i % 2];
+    ptx::mma_m16n8k8_tf32(tile, a_high[i / 2], b_high[i % 2], tile);
   }
 }
 

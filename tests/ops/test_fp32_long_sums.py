@@ -26,6 +26,17 @@ def test_attention_over_many_keys(device, head_dim):
     assert_close(out, reference.attention(q, k, v), plain_attention(q, k, v)[0])
 
 
+def test_decoding_over_many_keys(device):
+    rng = np.random.default_rng(2)
+    q = rng.normal(size=(1, 1, 2, 64)).astype(np.float32)
+    k, v = (rng.normal(size=(1, 4096, 1, 64)).astype(np.float32) for _ in range(2))
+    v += 1
+    lengths = np.array([4096], np.int32)
+    arrays = map(device.array, (q, k, v, lengths))
+    out = device.numpy(cki.decode_attention(*arrays, deterministic=True))  # one block's work
+    assert_close(out, reference.attention(q, k, v), plain_attention(q, k, v)[0])
+
+
 @pytest.mark.parametrize("rows", [4, 160])
 def test_products_of_many_columns(device, rows):
     rng = np.random.default_rng(rows)
