@@ -138,7 +138,8 @@ class Adapter(ABC):
         return NotImplemented
 
     def require_callable(self, operation: str) -> None:  # noqa: B027
-        """Raise UnsupportedError where a call would go unseen by the trace around it.  Asked when a problem is new."""
+        """Raise UnsupportedError where a call would go unseen by the trace around it.  Asked by every call that is not
+        recognised (`cki.ops.match`)."""
 
     def begin(self, names: Sequence[str], tensors: Sequence[Any], stream: int | None = None) -> list[Any]:
         """Indirect adapters: check the tensors and make views of them, in stream order before the launch.

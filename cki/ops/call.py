@@ -179,6 +179,7 @@ def find_entry(
     spec: OpSpec, adapter: Adapter, tensors: tuple[Any, ...], attributes: tuple[Any, ...]
 ) -> tuple[Entry, list[int]]:
     """The remembered problem, or a new one, and the addresses of the tensors that are not None."""
+    adapter.require_callable(spec.name)
     pointers: list[int] = []
     frozen = _frozen(attributes)
     key: list[Any] = [id(spec), _current.get(), adapter, frozen, attribute_kinds(frozen)]
