@@ -1,7 +1,7 @@
 """Writes the wgmma headers: ptx/wgmma/n<first>_to_<last>.cuh with the asm of each N, and the same in sim/ptx/wgmma.
 
-An asm statement lists its accumulators one by one, so each N needs its own text; eight of them are a file, which packs
-into less of a wheel than eight files. Run `python cuda_src/ptx/generate_wgmma.py`
+An asm statement lists its accumulators one by one, so each N needs its own text; two of them are a file, which packs
+into less of a wheel than two files. Run `python cuda_src/ptx/generate_wgmma.py`
 after a change; `--check` exits with 1 when a committed file differs from what would be written.
 """
 
@@ -15,7 +15,7 @@ SIMULATOR_DIRECTORY = Path(__file__).resolve().parents[1] / "sim" / "ptx" / "wgm
 LINE_WIDTH = 116
 WIDTHS = range(8, 257, 8)
 #: Those of a file.
-GROUPS = [WIDTHS[first : first + 8] for first in range(0, len(WIDTHS), 8)]
+GROUPS = [WIDTHS[first : first + 2] for first in range(0, len(WIDTHS), 2)]
 
 # element name, K of one instruction, whether the operands may be MN-major
 ELEMENTS = (("f16", 16, True), ("bf16", 16, True), ("e4m3", 32, False))

@@ -12,8 +12,7 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma/n72_to_128.cuh"
-#include "ptx/wgmma/n8_to_64.cuh"
+#include "ptx/wgmma/all.cuh"
 
 using namespace cki;
 
