@@ -14,7 +14,8 @@ WARPS, STEP_BYTES = 8, 128
 _TILE_ROWS = 16
 _STAGE_BYTES = WARPS * _TILE_ROWS * STEP_BYTES
 _PART_PITCH = 24
-_SCALE_BLOCK = 128
+#: Neighbours of K, and rows of a weight, with one scale.
+SCALE_BLOCK = 128
 #: Elements of K from which on two blocks share them; of codes half as many.
 _SPLIT_DEPTH = 8192
 #: Steps under way.
@@ -37,7 +38,7 @@ def _fixed_bytes(tokens: int, depth: int, itemsize: int, *, norm: bool, split: i
     padded = -(-depth // together) * together // split
     parts = 2 * WARPS * _PART_PITCH * 4
     squares, gamma = (WARPS * 4, 2 * padded) if norm else (0, 0)
-    powers = padded // _SCALE_BLOCK * 4 if itemsize == 1 else 0
+    powers = padded // SCALE_BLOCK * 4 if itemsize == 1 else 0
     return gamma + (parts + squares + powers + 2 * padded) * slots(tokens)
 
 

@@ -8,8 +8,6 @@ from cki.device import DeviceInfo
 #: Tokens that one launch takes, in the sizes that a product of the tensor core has.
 TOKEN_SIZES = (8, 16, 32, 64)
 MAX_TOKENS = TOKEN_SIZES[-1]
-#: Neighbours of K, and rows of w, with one scale.
-SCALE_BLOCK = 128
 #: Rows of w in a tile, bytes of each in a stage.
 TILE_ROWS, SPAN = 128, 128
 THREADS = 256 + 128 + 128

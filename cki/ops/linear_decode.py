@@ -23,7 +23,6 @@ from cki.operand import Operand
 from cki.plan import ArgumentValue, NullPointer, Step
 
 _PARAMS = "P" * 7 + "i" * 4 + "f" + "q" * 6
-_SCALE_BLOCK = 128
 
 
 class Norm(NamedTuple):
@@ -31,6 +30,23 @@ class Norm(NamedTuple):
 
     gamma: Operand
     eps: float
+
+
+def row_obstacles(x: Operand, w: Operand, norm: Norm | None, scales: Operand | None) -> list[str]:
+    """What is wrong with scales, or with how rows lie in memory, for kernels that copy 16 bytes at a time."""
+    found = []
+    blocks = tuple(-(-extent // heuristics.SCALE_BLOCK) for extent in w.shape)
+    if w.dtype == dtypes.e4m3 and (scales is None or scales.shape != blocks or scales.strides[-1] != 1):
+        found.append(f"scales is {scales}, not f32 {list(blocks)} with dense rows")
+    for name, operand in (("x", x), ("w", w), ("gamma", norm.gamma if norm else None)):
+        if operand is None:
+            continue
+        apart = (
+            0 if operand.ndim == 1 or operand.shape[0] == 1 else operand.strides[0] * operand.dtype.itemsize
+        )
+        if operand.strides[-1] != 1 or apart % 16 or not operand.is_aligned(16):
+            found.append(f"rows of {name} do not begin at multiples of 16 bytes")
+    return found
 
 
 def decode_obstacles(
@@ -44,19 +60,9 @@ def decode_obstacles(
     )
     if x.dtype not in (dtypes.f16, dtypes.bf16) or w.dtype not in (x.dtype, dtypes.e4m3):
         found.append(f"x is {x.dtype} and w is {w.dtype}, not both f16 or bf16, or w e4m3")
-    blocks = tuple(-(-extent // _SCALE_BLOCK) for extent in w.shape)
-    if w.dtype == dtypes.e4m3 and (scales is None or scales.shape != blocks or scales.strides[-1] != 1):
-        found.append(f"scales is {scales}, not f32 {list(blocks)} with dense rows")
     if w.shape[0] != y.shape[1] * (2 if gated else 1):
         found.append(f"w has {w.shape[0]} rows for {y.shape[1]} columns of y")
-    for name, operand in (("x", x), ("w", w), ("gamma", norm.gamma if norm else None)):
-        if operand is None:
-            continue
-        apart = (
-            0 if operand.ndim == 1 or operand.shape[0] == 1 else operand.strides[0] * operand.dtype.itemsize
-        )
-        if operand.strides[-1] != 1 or apart % 16 or not operand.is_aligned(16):
-            found.append(f"rows of {name} do not begin at multiples of 16 bytes")
+    found += row_obstacles(x, w, norm, scales)
     if y.shape[1] > 1 and y.strides[1] != 1:
         found.append("y's rows are not dense")
     return found

@@ -20,7 +20,7 @@ from cki.heuristics import linear_tokens as heuristics
 from cki.heuristics.linear import ACTIVATIONS
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
-from cki.ops.linear_decode import Norm
+from cki.ops.linear_decode import Norm, row_obstacles
 from cki.ops.linear_hopper import tensor_map
 from cki.plan import ArgumentValue, NullPointer, Plan, Step, TensorMapArg
 
@@ -51,17 +51,7 @@ def token_obstacles(
         found.append(f"w has shape {w.shape}, not {(rows, depth)}")
     if gated and y.shape[1] % (heuristics.TILE_ROWS // 2):
         found.append(f"{y.shape[1]} columns of gates, no multiple of {heuristics.TILE_ROWS // 2}")
-    blocks = tuple(-(-extent // heuristics.SCALE_BLOCK) for extent in w.shape)
-    if w.dtype == dtypes.e4m3 and (scales is None or scales.shape != blocks or scales.strides[-1] != 1):
-        found.append(f"scales is {scales}, not f32 {list(blocks)} with dense rows")
-    for name, operand in (("x", x), ("w", w), ("gamma", norm.gamma if norm else None)):
-        if operand is None:
-            continue
-        apart = (
-            0 if operand.ndim == 1 or operand.shape[0] == 1 else operand.strides[0] * operand.dtype.itemsize
-        )
-        if operand.strides[-1] != 1 or apart % 16 or not operand.is_aligned(16):
-            found.append(f"rows of {name} do not begin at multiples of 16 bytes")
+    found += row_obstacles(x, w, norm, scales)
     for name, operand in (("y", y), ("residual", residual)):
         if operand is not None and operand.shape[1] > 1 and operand.strides[1] != 1:
             found.append(f"{name}'s rows are not dense")

@@ -11,20 +11,20 @@ import pytest
 
 import cki
 import cki.sim
-from cki import dtypes, reference
+from cki import dtypes
 from cki.device import sim_device
 from cki.engine.device_memory import DeviceTensors
 from cki.engine.program import StepProgram
-from cki.engine.quantized import QuantizedWeight, dequantize_blocks, quantize_blocks
+from cki.engine.quantized import quantize_blocks
 from cki.errors import UnsupportedError
 from cki.heuristics.linear_decode import NO_CLUSTERS
 from cki.operand import dense
 from cki.ops.linear_decode import Norm, plan_linear_decode
 from cki.plan import Plan
 from tests.compare import assert_close
+from tests.ops.token_cases import EPSILON, definition
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-EPSILON = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,28 +43,6 @@ class Case:
     sm_count: int = 2
     codes: bool = False
     split: int = 1
-
-
-def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
-    """In float64; rounded: plainly in the dtype instead, each operation rounded."""
-
-    def kept(values):
-        return np.asarray(values).astype(case.dtype if rounded else np.float64).astype(np.float64)
-
-    x = arrays["x"].astype(np.float64)
-    if case.norm:
-        x = kept(reference.rms_norm(x, arrays["gamma"], eps=EPSILON))
-    bias, w = arrays.get("bias"), arrays["w"]
-    if case.codes:
-        w = dequantize_blocks(QuantizedWeight(w, arrays["scales"]))
-    if case.gated:
-        product = kept(reference.linear(x, w, bias, weight_layout="out_in"))
-        y = reference.gated_activation(product, activation=case.activation)
-    else:
-        y = kept(reference.linear(x, w, bias, activation=case.activation, weight_layout="out_in"))
-    if case.residual:
-        y = kept(y) + arrays["y"].astype(np.float64)
-    return kept(y)
 
 
 def inputs(case: Case) -> dict[str, np.ndarray]:
@@ -131,7 +109,7 @@ def test_it_is_the_definition(device, case):
     )
     with checks:
         got = run(case, arrays, device.info)
-    truth, plain = (definition(case, arrays, rounded=rounded) for rounded in (False, True))
+    truth, plain = (definition(case, arrays, case.dtype, rounded=rounded) for rounded in (False, True))
     assert_close(got, truth, plain, str(case))
 
 
@@ -154,7 +132,7 @@ def test_bf16_beyond_the_range_of_f16_beside_codes(device, largest):
     x[:, 128:256] *= 2.0**-20  # of less weight, in a block of its own
     x[:, ::3] *= 2.0**-12  # and beside larger ones
     arrays["x"] = (x / np.abs(x).max() * largest).astype(BF16)
-    truth, plain = (definition(case, arrays, rounded=rounded) for rounded in (False, True))
+    truth, plain = (definition(case, arrays, case.dtype, rounded=rounded) for rounded in (False, True))
     assert_close(run(case, arrays, device.info), truth, plain, str(largest))
 
 

@@ -10,19 +10,19 @@ import pytest
 
 import cki
 import cki.sim
-from cki import dtypes, reference
+from cki import dtypes
 from cki.device import sim_device
 from cki.engine.device_memory import DeviceTensors
 from cki.engine.program import StepProgram, Workspace
-from cki.engine.quantized import QuantizedWeight, dequantize_blocks, quantize_blocks
+from cki.engine.quantized import quantize_blocks
 from cki.errors import UnsupportedError
 from cki.operand import dense
 from cki.ops.linear_decode import Norm
 from cki.ops.linear_tokens import plan_linear_tokens
 from tests.compare import assert_close
+from tests.ops.token_cases import EPSILON, definition
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
-EPSILON = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,28 +39,6 @@ class Case:
     residual: bool = False
     sm_count: int = 2
     codes: bool = True
-
-
-def definition(case: Case, arrays, *, rounded: bool) -> np.ndarray:
-    """In float64; rounded: plainly in bf16 instead, each operation rounded."""
-
-    def kept(values):
-        return np.asarray(values).astype(BF16 if rounded else np.float64).astype(np.float64)
-
-    x = arrays["x"].astype(np.float64)
-    if case.norm:
-        x = kept(reference.rms_norm(x, arrays["gamma"], eps=EPSILON))
-    w, bias = arrays["w"], arrays.get("bias")
-    if case.codes:
-        w = dequantize_blocks(QuantizedWeight(w, arrays["scales"]))
-    if case.gated:
-        product = kept(reference.linear(x, w, bias, weight_layout="out_in"))
-        y = reference.gated_activation(product, activation=case.activation)
-    else:
-        y = kept(reference.linear(x, w, bias, activation=case.activation, weight_layout="out_in"))
-    if case.residual:
-        y = kept(y) + arrays["y"].astype(np.float64)
-    return kept(y)
 
 
 def inputs(case: Case) -> dict[str, np.ndarray]:
@@ -132,7 +110,7 @@ def test_it_is_the_definition(device, case):
             found = run(case, arrays, device.info)
     else:
         found = run(case, arrays, device.info)
-    exact, plain = (definition(case, arrays, rounded=rounded) for rounded in (False, True))
+    exact, plain = (definition(case, arrays, BF16, rounded=rounded) for rounded in (False, True))
     assert_close(found.astype(np.float64), exact, plain)
 
 
