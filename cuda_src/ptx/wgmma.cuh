@@ -1,7 +1,6 @@
 // Warpgroup matrix products, asynchronous (PTX wgmma, sm_90a): D[64xN] = A[64xK] B[KxN] (+ D), fp32 accumulation.
 //
-// K is 16 for f16 and bf16, 32 for e4m3; N any multiple of 8 up to 256. A kernel includes the header of
-// ptx/wgmma that has the N that it uses, or all of them: an asm statement with up to 128 operands costs compile time.
+// K is 16 for f16 and bf16, 32 for e4m3; N any multiple of 8 up to 256. The instructions: ptx/wgmma_instruction.cuh.
 //
 // Order of calls, by all 128 threads of a warpgroup: wgmma_fence() once the accumulators (and A registers) have been
 // written by ordinary code; products; wgmma_commit_group(); wgmma_wait_group<n>() before the accumulators or the A
@@ -18,12 +17,9 @@
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/target.cuh"
+#include "ptx/wgmma_instruction.cuh"
 
 namespace cki::ptx {
-
-// One specialisation an N, in the headers of ptx/wgmma, with the instructions of each element type.
-template <int N>
-struct WgmmaInstruction;
 
 // Which of the three supported element types Element is.
 template <typename Element>

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -24,18 +23,6 @@ def functions(path: Path) -> set[str]:
     """Names of the public functions that a header defines."""
     text = re.sub(r"namespace detail \{.*?\n\}  // namespace detail", "", path.read_text(), flags=re.DOTALL)
     return set(FUNCTION.findall(text))
-
-
-def test_wgmma_headers_are_what_the_script_writes() -> None:
-    spec = importlib.util.spec_from_file_location("generate_wgmma", DEVICE / "generate_wgmma.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    written = script.files()
-    stale = [str(path) for path, text in written.items() if not path.exists() or path.read_text() != text]
-    assert not stale, f"run python cuda_src/ptx/generate_wgmma.py: {stale}"
-    extra = {*(DEVICE / "wgmma").iterdir(), *(SIMULATED / "wgmma").iterdir()} - set(written)
-    assert not extra
 
 
 @pytest.mark.parametrize("header", HEADERS)

@@ -9,7 +9,6 @@
 #include "common/convert_element.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma/all.cuh"
 
 namespace cki::attention {
 

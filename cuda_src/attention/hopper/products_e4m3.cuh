@@ -10,7 +10,6 @@
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma/all.cuh"
 
 namespace cki::attention {
 

@@ -11,7 +11,6 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma/all.cuh"
 
 namespace cki::gemm {
 

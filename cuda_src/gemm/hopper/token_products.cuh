@@ -5,9 +5,6 @@
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/hopper/token_stages.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma/n24_to_32.cuh"
-#include "ptx/wgmma/n56_to_64.cuh"
-#include "ptx/wgmma/n8_to_16.cuh"
 
 namespace cki::gemm {
 

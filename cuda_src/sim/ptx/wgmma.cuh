@@ -1,4 +1,4 @@
-// Simulated ptx/wgmma.cuh: runtime/wgmma.cpp. Any N; the headers in wgmma/ hold nothing more.
+// Simulated ptx/wgmma.cuh: runtime/wgmma.cpp.
 #pragma once
 
 #include "common/types.cuh"

@@ -4,7 +4,6 @@
 #include "common/wgmma_descriptor.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma/all.cuh"
 
 using namespace cki;
 

@@ -12,7 +12,6 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma/all.cuh"
 
 using namespace cki;
 
