@@ -220,8 +220,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const EvenWork& wo
         squares[i] = arranged_squares[token];
         if constexpr (kStepGroups > 1) squares[i] += arranged_squares[kTokens + token];
       }
-      __syncwarp();
-      squares_ring.release();
+      squares_ring.release_by_one();
     }
     const int first = work.first_block(tile), last = work.last_block(tile);
     if (first < last) {
@@ -263,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::prefetch_tensormap(&w_map);
     shared.ring().initialise((kConsumerThreads + (kArranges ? kArrangerThreads : 0)) / 32);
     shared.arranged().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
-    shared.squares_ring().initialise(kConsumerThreads / 32, kArrangerThreads / 32);
+    shared.squares_ring().initialise(kConsumerThreads, kArrangerThreads);
     ptx::fence_mbarrier_init();
   }
   clear_rows(shared, tokens);

@@ -101,8 +101,7 @@ __device__ __forceinline__ void arrange(const Shared& shared, const EvenWork& wo
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         if (works && lane() % 4 == 0) shared.squares()[group * kTokens + first_token + item * kPass] = sum;
       }
-      __syncwarp();
-      if (lane() == 0) ptx::mbarrier_arrive(squares_ring.full);
+      ptx::mbarrier_arrive(squares_ring.full);
       squares_ring.advance();
     }
   });

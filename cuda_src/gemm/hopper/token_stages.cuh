@@ -53,7 +53,8 @@ constexpr float kOfX = kCodes ? 0x1p60f : 1.0f;
 
 using Ring = StageRing<kStages>;
 using ArrangedRing = StageRing<kArranged>;
-using SquaresRing = StageRing<1>;  // of a part
+// Of a part. Every thread arrives for itself: once a part, and racecheck does not see what a lane vouches for of others.
+using SquaresRing = StageRing<1>;
 
 struct Shared {
   unsigned char* memory;
