@@ -19,16 +19,10 @@ __device__ __forceinline__ u32 fnma_f16x2(u32 a, u32 b, u32 c) {
   return y;
 }
 
-__device__ __forceinline__ u32 abs_f16x2(u32 a) {
+// |a| b within 0 and 1; NaN becomes 0.
+__device__ __forceinline__ u32 mul_abs_saturate_f16x2(u32 a, u32 b) {
   u32 y;
-  asm("abs.f16x2 %0, %1;" : "=r"(y) : "r"(a));
-  return y;
-}
-
-// The smaller of both; of a number and NaN the number.
-__device__ __forceinline__ u32 min_f16x2(u32 a, u32 b) {
-  u32 y;
-  asm("min.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  asm("{\n.reg .b32 m;\nabs.f16x2 m, %1;\nmul.rn.sat.f16x2 %0, m, %2;\n}" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 

@@ -198,7 +198,7 @@ def test_gelu_keeps_its_tail(device):
 
 
 def test_gelu_of_pairs(device):
-    """Every f16: the largest error is that of rounding's, nearly, and small results are right to 1 %."""
+    """Every f16: the largest error is that of rounding's, nearly, and small results are right to 2 %."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     values = values[np.abs(values) <= 60]
     x, w = values[: values.size // 8 * 8].reshape(-1, 8), np.eye(8, dtype=np.float16)
@@ -208,9 +208,7 @@ def test_gelu_of_pairs(device):
     error = np.abs(got - truth)
     near = np.abs(x.astype(np.float64)) < 6
     assert error[near].max() <= 1.1 * np.abs(truth[near].astype(np.float16) - truth[near]).max()
-    assert np.all(
-        error <= 2.0**-11 * np.abs(truth) + 3.5e-4
-    )  # an H200 comes to 3.3e-4 beside rounding, at -1.6
+    assert np.all(error <= 2.0**-11 * np.abs(truth) + 3e-4)
     assert np.all(error <= 0.02 * np.abs(truth) + 2.0**-17)
     special = np.zeros((8, 8), np.float16)
     special[:, 0] = [np.inf, -np.inf, np.nan, 0.0, -0.0, 60000, -60000, 20]
