@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import contextvars
 import functools
 import os
 import time
@@ -77,7 +78,7 @@ class Cki:
         self._weights = {
             name: torch.from_numpy(value).to(device) for name, value in bert_model.state_dict(model).items()
         }
-        self._encoder: tuple[bool, cki.Encoder] | None = None  # the norm order, and its encoder
+        self._encoders: dict[bool, cki.Encoder] = {}  # by the norm order
         self._graph: Any = None
         self._timer: peers_torch.Timer
 
@@ -96,30 +97,38 @@ class Cki:
         self._graph.replay()
 
     def prepare(self, problem: Problem) -> Array:
-        import torch
-
         self.close()
-        if self._encoder is None or self._encoder[0] != problem.pre_ln:
-            self._encoder = None
-            weights = {  # a last norm is the pre-LN order's alone
-                name: weight
-                for name, weight in self._weights.items()
-                if problem.pre_ln or not name.startswith("LayerNorm")
-            }
-            self._encoder = problem.pre_ln, cki.Encoder.from_weights(
-                weights, num_heads=self._model.heads, pre_ln=problem.pre_ln, epsilon=bert_model.EPSILON
-            ).prepare()  # fmt: skip
-        encoder = self._encoder[1]
-        ids, _ = peers_torch.inputs(self._model, problem, self._device)
-        options: dict[str, Any] = {}
-        if problem.lengths:
-            ids = ids[torch.from_numpy(bert_model.kept_tokens(problem)).to(self._device)]
-            offsets = torch.from_numpy(bert_model.offsets(problem)).to(self._device)
-            options = {"cu_seqlens": offsets, "max_seqlen": problem.seq}
+        encoder, ids, options = self._call(problem)
         self._graph = cki.capture(encoder, ids, **options)
         self._timer = peers_torch.Timer(self.replay, self._device)
         output: Array = self._graph.outputs.float().cpu().numpy().reshape(problem.tokens, -1)
         return output
+
+    def build(self, problem: Problem) -> None:
+        """Compiles what `prepare` will launch."""
+        encoder, ids, options = self._call(problem)
+        encoder.build(ids, **options)
+
+    def _call(self, problem: Problem) -> tuple[cki.Encoder, Any, dict[str, Any]]:
+        """An encoder, its ids, and what else a call is given."""
+        import torch
+
+        pre_ln = problem.pre_ln
+        if pre_ln not in self._encoders:
+            weights = {  # a last norm is the pre-LN order's alone
+                name: weight
+                for name, weight in self._weights.items()
+                if pre_ln or not name.startswith("LayerNorm")
+            }
+            self._encoders[pre_ln] = cki.Encoder.from_weights(
+                weights, num_heads=self._model.heads, pre_ln=pre_ln, epsilon=bert_model.EPSILON
+            ).prepare()
+        ids, _ = peers_torch.inputs(self._model, problem, self._device)
+        if not problem.lengths:
+            return self._encoders[pre_ln], ids, {}
+        ids = ids[torch.from_numpy(bert_model.kept_tokens(problem)).to(self._device)]
+        offsets = torch.from_numpy(bert_model.offsets(problem)).to(self._device)
+        return self._encoders[pre_ln], ids, {"cu_seqlens": offsets, "max_seqlen": problem.seq}
 
     def elapsed_us(self) -> float:
         return self._timer.elapsed_us()
@@ -155,7 +164,7 @@ class Bench:
         self, model: Model, problems: Sequence[Problem], *, without: Sequence[str] = (), extra: Sequence[str] = (),
         limit_s: float = 240.0, device: str = "cuda",
     ) -> None:  # fmt: skip
-        self._model, self._device = model, device
+        self._model, self._device, self._problems = model, device, problems
         self._cki, self._sdpa = Cki(model, device), peers_torch.Sdpa(model, device)
         self._gemm = peers_torch.Gemm(model, device)
         self._peers: dict[str, peers.PeerProcess | peers.ShapeProcesses] = {}
@@ -169,12 +178,20 @@ class Bench:
     def __enter__(self) -> Bench:
         for peer in self._peers.values():
             peer.start()  # imports and weights take seconds, and cores that wait
-        for name, peer in self._peers.items():
-            if isinstance(peer, peers.ShapeProcesses):
-                began = time.monotonic()
-                peer.prepare_all()
-                print(f"{name} prepared in {time.monotonic() - began:.0f} s", flush=True)
+        with ThreadPoolExecutor(1) as pool:
+            # CKI's kernels, on the same device of the caller's, while the others compile theirs.
+            built = pool.submit(contextvars.copy_context().run, self._build)
+            for name, peer in self._peers.items():
+                if isinstance(peer, peers.ShapeProcesses):
+                    began = time.monotonic()
+                    peer.prepare_all()
+                    print(f"{name} prepared in {time.monotonic() - began:.0f} s", flush=True)
+            built.result()
         return self
+
+    def _build(self) -> None:
+        for problem in self._problems:
+            self._cki.build(problem)
 
     def __exit__(self, *error: object) -> None:
         self._cki.close()

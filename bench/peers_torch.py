@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -291,29 +292,57 @@ _TURN = Path(tempfile.gettempdir()) / f"cki_bench_autotune_{os.getuid()}"
 
 
 class Tuning:
-    """Lets one process at a time time its candidates, by Inductor's own means, while others compile theirs.
+    """What makes max-autotune cheaper and leaves its choices as they are, by Inductor's own means.
 
-    first_s, waiting_s, timing_s: seconds of candidates' first calls, for a turn, and of the timing.
+    - A candidate is compiled where it is timed, but in threads, before the first is timed.  Inductor's worker processes
+      have compiled it before, in vain: they take the ptxas that comes with torch, its own process takes Triton's, and
+      what one has compiled is nothing to the other.  Both take torch's here.
+    - One process at a time times candidates, while others compile theirs.
+    - Times go into the file of times of all processes, which Inductor writes as one of them knew it.
+
+    compiling_s, first_s, waiting_s, timing_s: seconds of candidates' compilation, of their first calls, for a turn, and
+    of the timing.
     """
 
     def __init__(self) -> None:
-        from torch._inductor.runtime import benchmarking
+        from torch._inductor import codecache
+        from torch._inductor.runtime import benchmarking, compile_tasks
+        from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
-        self.first_s = self.waiting_s = self.timing_s = 0.0
+        self.compiling_s = self.first_s = self.waiting_s = self.timing_s = 0.0
+        compile_tasks._set_triton_ptxas_path()
         benchmarker: Any = benchmarking.benchmarker
-        self._plain = benchmarker.benchmark_gpu
+        self._benchmark_plain = benchmarker.benchmark_gpu
         benchmarker.benchmark_gpu = self._benchmark
+        selector: Any = AlgorithmSelectorCache
+        self._choose_plain = selector.benchmark_choices
+        selector.benchmark_choices = self._choose
+        cache: Any = codecache.CacheBase
+        cache.update_local_cache = functools.partialmethod(_merge_times, cache.update_local_cache)
 
     def __str__(self) -> str:
-        parts = self.first_s, self.waiting_s, self.timing_s
-        return "candidates' first calls {:.0f} s, for a turn {:.0f} s, timing {:.0f} s".format(*parts)
+        parts = self.compiling_s, self.first_s, self.waiting_s, self.timing_s
+        return (
+            "candidates compiled {:.0f} s, first calls {:.0f} s, for a turn {:.0f} s, timing {:.0f} s".format(
+                *parts
+            )
+        )
+
+    def _choose(self, choices: Any, *arguments: Any, **options: Any) -> Any:
+        begin = time.monotonic()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for choice in choices:
+                if hasattr(choice, "precompile"):
+                    pool.submit(choice.precompile)  # one that fails says so again when it is timed
+        self.compiling_s += time.monotonic() - begin
+        return self._choose_plain(choices, *arguments, **options)
 
     def _benchmark(self, candidate: Callable[[], object], *arguments: Any, **options: Any) -> Any:
         import torch
 
         begin = time.monotonic()
         try:
-            candidate()  # which compiles and loads it
+            candidate()
             torch.cuda.synchronize()
         finally:
             first = time.monotonic()
@@ -323,9 +352,22 @@ class Tuning:
             turn = time.monotonic()
             self.waiting_s += turn - first
             try:
-                return self._plain(candidate, *arguments, **options)
+                return self._benchmark_plain(candidate, *arguments, **options)
             finally:
                 self.timing_s += time.monotonic() - turn
+
+
+def _merge_times(cache: Any, write: Callable[[Any, Any], None], times: Any) -> None:
+    """Inductor's `update_local_cache`, with the times that other processes wrote meanwhile."""
+
+    def merged(old: Any, new: Any) -> Any:
+        if not (isinstance(old, dict) and isinstance(new, dict)):
+            return new
+        return {**old, **{key: merged(old.get(key), value) for key, value in new.items()}}
+
+    with _TURN.with_suffix(".times").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write(cache, merged(cache.get_local_cache(), times))
 
 
 class Gemm:

@@ -323,3 +323,24 @@ def test_shapes_are_prepared_at_the_same_time(bert, process):
     with pytest.raises(bert.peers.PeerError, match="out of memory"):
         peer.prepare(bad)
     peer.close()
+
+
+def test_processes_keep_their_times_together(bert):
+    """Inductor's file of times is written with what others wrote while one process measured."""
+
+    class Cache:
+        file = {"addmm": {"a": {"highest": {"triton": 1.0}}}}  # noqa: RUF012
+
+        def get_local_cache(self):
+            return self.file
+
+        def write(self, times):
+            self.file = times
+
+    cache = Cache()
+    mine = {"addmm": {"a": {"highest": {"triton": 2.0}}, "b": {"highest": {"triton": 3.0}}}, "mm": {}}
+    Cache.file["addmm"]["c"] = {"highest": {"triton": 4.0}}
+    bert.peers_torch._merge_times(cache, Cache.write, mine)
+    products = cache.file["addmm"]
+    assert {key: value["highest"]["triton"] for key, value in products.items()} == {"a": 2, "b": 3, "c": 4}
+    assert cache.file["mm"] == {}
