@@ -23,12 +23,18 @@ from typing import Any, NamedTuple
 
 import attention
 import common
+import engine_models
 
 import cki
+from cki import dtypes
 from cki.device import sim_device
-from cki.heuristics.attention import choose_tiles
+from cki.heuristics.attention import AttentionTiles, choose_tiles
 from cki.heuristics.attention_hopper import HopperTiles, choose_few_rows
+from cki.kernel import KernelSpec
+from cki.operand import dense
+from cki.ops.attention import plan_attention
 from cki.ops.call import call
+from cki.ops.paged import plan_paged_attention
 
 QUERIES = (1, 4, 16, 32, 64, 128)
 BATCHES = (1, 16)
@@ -81,25 +87,43 @@ def with_tiles(tiles: Any) -> Callable[..., Any]:
     return lambda q, k, v, out, lengths: call(spec, (q, k, v, *(None,) * 9), attributes, (out, None))
 
 
+def tiles_of(cell: Cell) -> dict[str, AttentionTiles | HopperTiles]:
+    """Those of `cki.attention` by name."""
+    device = sim_device("sm_90a")  # the sizes of an H200
+    rows = cell.queries * (GROUP if cell.queries < 64 else 1)
+    few = choose_few_rows(cell.queries, cell.keys, cell.batch, KV_HEADS, GROUP, DIM, DIM, True, True, device)
+    return {
+        "generic": choose_tiles(rows, DIM, DIM, 2, True, device),
+        "hopper": HopperTiles(1, 128, 2, False),
+        "few": few,
+        "packed": HopperTiles(1, 128, 2, False, heads=GROUP),
+    }
+
+
 def variants(cell: Cell) -> dict[str, Callable[..., Any]]:
     """Ours by name."""
-    generic = choose_tiles(
-        cell.queries * (GROUP if cell.queries < 64 else 1), DIM, DIM, 2, True, sim_device("sm_90a")
-    )
     found: dict[str, Callable[..., Any]] = {
-        "cki": lambda q, k, v, out, lengths: cki.attention(q, k, v, causal=True, out=out),
-        "generic": with_tiles(generic),
-        "hopper": with_tiles(HopperTiles(1, 128, 2, False)),
+        "cki": lambda q, k, v, out, lengths: cki.attention(q, k, v, causal=True, out=out)
     }
-    found["few"] = with_tiles(
-        choose_few_rows(
-            cell.queries, cell.keys, cell.batch, KV_HEADS, GROUP, DIM, DIM, True, True, sim_device("sm_90a")
-        )
-    )
-    found["packed"] = with_tiles(HopperTiles(1, 128, 2, False, heads=GROUP))
+    found |= {name: with_tiles(tiles) for name, tiles in tiles_of(cell).items()}
     if cell.queries <= 16:
         found["decode"] = lambda q, k, v, out, lengths: cki.decode_attention(q, k, v, lengths, out=out)
     return found
+
+
+def kernels_of(cells: Sequence[Cell]) -> list[KernelSpec]:
+    """Of all variants."""
+    device = sim_device("sm_90a")
+    steps: list[Any] = []
+    for cell in cells:
+        q = dense("q", (cell.batch, cell.queries, HEADS, DIM), dtypes.bf16)
+        k = dense("k", (cell.batch, cell.keys, KV_HEADS, DIM), dtypes.bf16)
+        for tiles in (None, *tiles_of(cell).values()):
+            steps += plan_attention(q, k, k, q, device=device, causal=True, tiles=tiles)
+        if cell.queries <= 16:
+            lengths = dense("lengths", (cell.batch,), dtypes.i32)
+            steps += plan_paged_attention(q, k, k, lengths, q, device).steps
+    return list(dict.fromkeys(step.kernel for step in steps))
 
 
 def fa3_calls() -> dict[str, Callable[..., Any]]:
@@ -173,9 +197,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keys", nargs="+", type=int, default=(4096,))
     parser.add_argument("--batch", nargs="+", type=int, default=BATCHES)
     options = parser.parse_args(argv)
+    cells = [Cell(*sizes) for sizes in itertools.product(options.batch, options.queries, options.keys)]
+    engine_models.compile_ahead(kernels_of(cells), "sm_90a")
     common.require_gpu()
     rows: list[dict[str, object]] = []
-    for cell in itertools.starmap(Cell, itertools.product(options.batch, options.queries, options.keys)):
+    for cell in cells:
         rows += measure(cell)
     common.write_csv("attention_rows", rows)
 

@@ -27,15 +27,15 @@ import functools
 import importlib
 import io
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import common
+import engine_models
 import numpy as np
 from attention_hopper import with_field
 
 import cki
-from cki import cache, dtypes
+from cki import dtypes
 from cki.device import sim_device
 from cki.heuristics.attention import AttentionTiles, choose_tiles
 from cki.heuristics.attention_hopper import HopperTiles, choose_packed_tiles
@@ -291,10 +291,17 @@ def packed_heads(cell: Cell) -> dict[str, HopperTiles]:
     return {f"hopper {tiles}": tiles for tiles in found}
 
 
-def compile_ahead(all_cells: Sequence[Cell], variants: Sequence[str]) -> None:
-    """Fills the cache with the Hopper kernels, several at a time."""
+def generic_tiles(cell: Cell) -> AttentionTiles:
+    """The generic kernel's."""
+    together = cell.group if max(cell.queries) < 64 else 1
     device = sim_device("sm_90a")
-    kernels: dict[KernelSpec, None] = {}
+    return choose_tiles(max(cell.queries) * together, cell.dim, cell.dim, 2, True, device, bool(cell.block))
+
+
+def kernels_of(all_cells: Sequence[Cell], variants: Sequence[str]) -> list[KernelSpec]:
+    """Of all variants but the candidates of tiles."""
+    device = sim_device("sm_90a")
+    steps: list[Any] = []
     for cell in all_cells:
         q = dense("q", (1, sum(cell.queries), cell.heads, cell.dim), dtypes.bf16)
         count, own = len(cell.queries), (sum(cell.keys), cell.kv_heads, cell.dim)
@@ -304,23 +311,21 @@ def compile_ahead(all_cells: Sequence[Cell], variants: Sequence[str]) -> None:
         offsets, lengths = (dense(name, (count + 1,), dtypes.i32) for name in ("offsets", "lengths"))
         table = dense("table", (count, max(cell.keys) // cell.block), dtypes.i32) if cell.block else None
         packed = PackedSequences(offsets, lengths, table, max(cell.queries))
-        for tiles in (None, *chosen_with(cell, variants).values(), *packed_heads(cell).values()):
-            steps = plan_attention(q, k, k, q, device=device, causal=cell.causal, packed=packed, tiles=tiles)
-            kernels |= dict.fromkeys(step.kernel for step in steps)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda kernel: cache.get(kernel, "sm_90a"), kernels))
+        others = (*chosen_with(cell, variants).values(), *packed_heads(cell).values())
+        for tiles in (None, *(() if variants else (generic_tiles(cell),)), *others):
+            steps += plan_attention(q, k, k, q, device=device, causal=cell.causal, packed=packed, tiles=tiles)
+        q = dense("q", (count, max(cell.queries), cell.heads, cell.dim), dtypes.bf16)
+        k = dense("k", (count, max(cell.keys), *own[1:]), dtypes.bf16)
+        steps += plan_attention(q, k, k, q, device=device, causal=cell.causal)
+    return list(dict.fromkeys(step.kernel for step in steps))
 
 
 def measure(cell: Cell, all_tiles: bool, variants_asked: Sequence[str] = ()) -> list[dict[str, object]]:
     """Rows of one cell, all implementations in turn."""
     inputs = common.rotated(lambda seed: (make_inputs(cell, seed),), cell.nbytes, limit=6)
     ours: dict[str, Callable[[Inputs], Any]] = {"cki": cki_call(cell)}
-    together = cell.group if max(cell.queries) < 64 else 1
-    generic = choose_tiles(
-        max(cell.queries) * together, cell.dim, cell.dim, 2, True, sim_device("sm_90a"), bool(cell.block)
-    )
     if not variants_asked:
-        ours["generic"] = cki_call(cell, generic)
+        ours["generic"] = cki_call(cell, generic_tiles(cell))
     ours |= {name: cki_call(cell, tiles) for name, tiles in packed_heads(cell).items()}
     ours |= {name: cki_call(cell, tiles) for name, tiles in chosen_with(cell, variants_asked).items()}
     if all_tiles:
@@ -367,10 +372,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--block-order", choices=("random", "rising"), default="random")
     options = parser.parse_args(argv)
+    wanted = cells(options.set, options.block_order == "random")
+    engine_models.compile_ahead(kernels_of(wanted, options.variant), "sm_90a")
     common.require_gpu()
     rows: list[dict[str, object]] = []
-    wanted = cells(options.set, options.block_order == "random")
-    compile_ahead(wanted, options.variant)
     for cell in wanted:
         rows += measure(cell, options.tiles, options.variant)
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every cell

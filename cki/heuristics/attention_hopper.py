@@ -39,7 +39,7 @@ class HopperTiles:
     copy_warps: 2 where one brings keys and one values, None for what suits the layout.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them."""
+    them.  take: how warps give a tile back: 1 all lanes arrive, 2 the lane that arrives is the only reader."""
 
     consumers: int
     block_keys: int
@@ -52,6 +52,7 @@ class HopperTiles:
     copy_warps: int | None = None
     ahead: int | None = None
     before_values: int | None = None
+    take: int = 0
 
     @property
     def block_rows(self) -> int:
@@ -120,6 +121,8 @@ class HopperTiles:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:
             text += f", {self.before_values} before values"
+        if self.take:
+            text += f", take {self.take}"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

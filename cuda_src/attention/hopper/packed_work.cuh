@@ -49,7 +49,7 @@ struct SequenceList {
 };
 
 // The tiles of one block, one after the other.
-template <Schedule kSchedule, bool kLongestFirst, class Sequences>
+template <Schedule kSchedule, bool kLongestFirst, class Sequences, int kTake = 0>
 struct PackedWorkSource {
   const Sequences sequences;
   const WorkOrder order;  // its row blocks are slots
@@ -70,8 +70,8 @@ struct PackedWorkSource {
         tiles(reinterpret_cast<SequenceTile*>(tiles)) {}
 
   // takers: warps that take tiles.
-  __device__ __forceinline__ void initialise(int takers) const {
-    ring.initialise(takers);
+  __device__ __forceinline__ void initialise(int takers, int single_takers) const {
+    ring.initialise(takers * (kTake == 1 ? 32 : 1) + single_takers);
     wish.initialise(1);
   }
 
@@ -121,13 +121,18 @@ struct PackedWorkSource {
     } else {
       __syncwarp();
       ring.wait_full();
-      const SequenceTile given = tiles[ring.stage];
+      SequenceTile given{};
+      if (kTake != 2 || threadIdx.x % 32 == 0) given = tiles[ring.stage];
       // The shuffles tell the compiler that all of it is uniform in the warp.
       const auto same = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
       tile = {same(given.row_block), same(given.head),      same(given.sequence), same(given.first_query),
               same(given.queries),   same(given.first_key), same(given.keys)};
       __syncwarp();
-      ring.release();
+      if constexpr (kTake == 1) {
+        ring.release_by_one();
+      } else {
+        ring.release();
+      }
     }
   }
 

@@ -89,7 +89,7 @@ struct WorkSequence {
 // The tiles of one block, one after the other. One thread of the producer's warpgroup does nothing but turn numbers into
 // tiles and hand them over in shared memory, one ahead: the divisions and what they need would cost consumers registers, and
 // time between tiles; between two copies they would delay these. Not needed by the single schedule, where all know the tile.
-template <Schedule kSchedule, bool kLongestFirst>
+template <Schedule kSchedule, bool kLongestFirst, int kTake = 0>
 struct WorkSource {
   const WorkOrder order;
   u32* counter;
@@ -109,8 +109,8 @@ struct WorkSource {
         tile{-1, 0, 0, 0, queries, 0, keys} {}
 
   // takers: warps that take tiles.
-  __device__ __forceinline__ void initialise(int takers) const {
-    ring.initialise(takers);
+  __device__ __forceinline__ void initialise(int takers, int single_takers) const {
+    ring.initialise(takers * (kTake == 1 ? 32 : 1) + single_takers);
     wish.initialise(1);
   }
 
@@ -172,7 +172,8 @@ struct WorkSource {
   template <bool kOneThread>
   __device__ __forceinline__ void take() {
     ring.wait_full();
-    const WorkTile given = tiles[ring.stage];
+    WorkTile given{};
+    if (kOneThread || kTake != 2 || threadIdx.x % 32 == 0) given = tiles[ring.stage];
     if constexpr (kOneThread) {
       set(given);
       ring.release_by_one();
@@ -182,7 +183,11 @@ struct WorkSource {
       set({__shfl_sync(kFullWarp, given.row_block, 0), __shfl_sync(kFullWarp, given.head, 0),
            __shfl_sync(kFullWarp, given.batch, 0)});
       __syncwarp();
-      ring.release();
+      if constexpr (kTake == 1) {
+        ring.release_by_one();
+      } else {
+        ring.release();
+      }
     }
   }
 };
