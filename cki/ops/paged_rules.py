@@ -12,7 +12,7 @@ from cki.operand import Operand
 from cki.ops.attention_rules import check_scale, check_softcap
 from cki.ops.cache_arguments import CACHE_DTYPES, check_cache
 from cki.ops.spec import Problem
-from cki.ops.validate import host_values, shape_of
+from cki.ops.validate import block_problems, host_values, shape_of
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES = 16
@@ -42,26 +42,16 @@ def validate_paged(q: Any, k_cache: Any, block_table: Any, seq_lens: Any, window
     ranks = [len(shape_of(tensor)) for tensor in (q, k_cache, block_table, seq_lens)]
     if ranks != [4, 4, 2, 1] or not isinstance(left, int):
         return
-    queries = int(q.shape[1])
-    blocks, block_size = int(k_cache.shape[0]), int(k_cache.shape[1])
     table, lengths = host_values(block_table, "block_table"), host_values(seq_lens, "seq_lens")
-    if table.dtype.kind != "i" or lengths.dtype.kind != "i" or len(table) != len(lengths) or block_size == 0:
+    cache_shape = shape_of(k_cache)
+    if (
+        table.dtype.kind != "i"
+        or lengths.dtype.kind != "i"
+        or len(table) != len(lengths)
+        or not cache_shape[1]
+    ):
         return
-    reach = table.shape[1] * block_size
-    problems = []
-    for sequence, length in enumerate(lengths.tolist()):
-        if not 0 <= length <= reach:
-            problems.append(
-                f"seq_lens[{sequence}] is {length}, block_table has {table.shape[1]} columns of blocks of {block_size}"
-            )
-            continue
-        first = max(length - queries - left, 0) // block_size if left >= 0 else 0
-        used = table[sequence, first : -(-length // block_size)]
-        outside = used[(used < 0) | (used >= blocks)]
-        if outside.size:
-            problems.append(
-                f"block_table[{sequence}] holds {int(outside[0])} within its length, the cache has {blocks} blocks"
-            )
+    problems = block_problems(table, lengths, cache_shape, [q.shape[1]] * len(lengths), left)
     if problems:
         raise InvalidArgumentError(
             "paged_attention: lengths or blocks outside the cache", problems,

@@ -44,6 +44,34 @@ def host_values(tensor: Any, name: str) -> np.ndarray[Any, Any]:
         return np.asarray(cupy.asnumpy(array))
 
 
+def block_problems(
+    table: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], cache_shape: tuple[int, ...], queries: list[int],
+    left: int,
+) -> list[str]:  # fmt: skip
+    """What is wrong with a paged cache's `seq_lens` and `block_table`, sequence by sequence.
+
+    table: [batch, columns].  lengths: [batch].  cache_shape: (blocks, block_size, ...).  queries: of each sequence, its
+    last tokens.  left: keys before itself that a query sees, -1 for all; blocks of none but earlier keys are not read
+    and may be anything.
+    """
+    blocks, block_size = cache_shape[:2]
+    problems = []
+    for sequence, (length, count) in enumerate(zip(lengths.tolist(), queries)):
+        if not 0 <= length <= table.shape[1] * block_size:
+            problems.append(
+                f"seq_lens[{sequence}] is {length}, block_table has {table.shape[1]} columns of blocks of {block_size}"
+            )
+            continue
+        first = max(length - count - left, 0) // block_size if left >= 0 else 0
+        used = table[sequence, first : -(-length // block_size)]
+        outside = used[(used < 0) | (used >= blocks)]
+        if outside.size:
+            problems.append(
+                f"block_table[{sequence}] holds {int(outside[0])} within its length, the cache has {blocks} blocks"
+            )
+    return problems
+
+
 def _byte_strides(view: TensorView) -> tuple[int, ...]:
     return tuple(stride * view.dtype.itemsize for stride in view.strides)
 

@@ -12,7 +12,7 @@ from cki.errors import InvalidArgumentError
 from cki.ops.attention_dropout import check_dropout
 from cki.ops.attention_rules import check_attributes, check_heads, check_per_head, check_tensors
 from cki.ops.spec import Problem
-from cki.ops.validate import host_values, shape_of
+from cki.ops.validate import block_problems, host_values, shape_of
 
 _INDICES = (dtypes.i32, dtypes.i64)
 _PACKED = "tokens, kv_heads, head_dim"
@@ -113,34 +113,6 @@ def _offset_problems(name: str, offsets: np.ndarray[Any, Any], total: int, longe
     return problems
 
 
-def _block_problems(
-    cu_seqlens_q: np.ndarray[Any, Any],
-    table: np.ndarray[Any, Any],
-    lengths: np.ndarray[Any, Any],
-    cache_shape: tuple[int, ...],
-    left: Any,
-    bottom_right: bool,
-) -> list[str]:
-    blocks, block_size = cache_shape[:2]
-    reach = table.shape[1] * block_size
-    problems = []
-    for sequence, length in enumerate(lengths.tolist()):
-        if not 0 <= length <= reach:
-            problems.append(
-                f"seq_lens[{sequence}] is {length}, block_table has {table.shape[1]} columns of blocks of {block_size}"
-            )
-            continue
-        shift = length - int(cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence]) if bottom_right else 0
-        first = max(shift - left, 0) // block_size if left >= 0 else 0
-        used = table[sequence, first : -(-length // block_size)]
-        outside = used[(used < 0) | (used >= blocks)]
-        if outside.size:
-            problems.append(
-                f"block_table[{sequence}] holds {int(outside[0])} within its length, the cache has {blocks} blocks"
-            )
-    return problems
-
-
 def validate_varlen(
     q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any, seq_lens: Any, *,
     max_seqlen_q: Any, max_seqlen_k: Any, window: Any, bottom_right: bool,
@@ -168,14 +140,10 @@ def validate_varlen(
         batch = len(host["seq_lens"])
         if table.dtype.kind == "i" and len(table) == batch == len(host["cu_seqlens_q"]) - 1 and k.shape[1]:
             left = window[0] if isinstance(window, (tuple, list)) and window else None
-            problems += _block_problems(
-                host["cu_seqlens_q"],
-                table,
-                host["seq_lens"],
-                tuple(k.shape),
-                left if isinstance(left, Integral) else -1,
-                bottom_right,
-            )
+            # Aligned top-left, the first query stands before the first key, and no window ends behind that one.
+            limit = int(left) if isinstance(left, Integral) and bottom_right else -1
+            queries = np.diff(host["cu_seqlens_q"]).tolist()
+            problems += block_problems(table, host["seq_lens"], shape_of(k), queries, limit)
             if max_seqlen_k is not None and batch and host["seq_lens"].max() > max_seqlen_k:
                 problems.append(
                     f"seq_lens holds {host['seq_lens'].max()}, the maximum is said to be {max_seqlen_k}"
