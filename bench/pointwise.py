@@ -88,7 +88,8 @@ def configurations(problem: Problem, device: Any) -> list[RowConfig | TileConfig
         least = 32 if "blocks" in op.outputs else 1
         return [c for c in candidates(shape, device) if not c.prefetch and c.threads_per_row >= least]
     inputs = 2 if "wide" in op.inputs or op.inputs.count("x") == 2 else 1
-    few = 4 if "vector" in op.inputs or op.spec in (QUANTIZE_FP8, DROPOUT_ADD) else 5
+    biased = "vector" in op.inputs or "wide_vector" in op.inputs
+    few = 4 if biased or op.spec in (QUANTIZE_FP8, DROPOUT_ADD) else 5
     lanes = 128 // size if problem.op == "quantize_block128" else 1
     chosen = tile_config(problem.rows, problem.width, size, inputs, device, min_blocks=few, min_lanes=lanes)
     found: list[RowConfig | TileConfig] = [chosen]
@@ -177,7 +178,8 @@ def make_inputs(problem: Problem, seed: int) -> tuple[Any, ...]:
         "heads": lambda: normal(rows, width // HEAD_DIM, HEAD_DIM),
         "heads_out": lambda: empty(width, dtype).view(rows, -1, HEAD_DIM),
         "positions": lambda: torch.arange(rows, device="cuda"),
-        "vector": lambda: normal(width), "bits": lambda: torch.tensor([seed], device="cuda"),
+        "vector": lambda: normal(width), "wide_vector": lambda: normal(2 * width),
+        "bits": lambda: torch.tensor([seed], device="cuda"),
         "one": lambda: torch.tensor([0.01], device="cuda"), "y": lambda: empty(width, dtype),
         "codes": lambda: empty(width, torch.float8_e4m3fn), "rows": lambda: empty(1, torch.float32),
         "blocks": lambda: empty(-(-width // 128), torch.float32),
@@ -203,7 +205,7 @@ def check(problem: Problem, run: Callable[..., object], tensors: Inputs, what: s
     def host(tensor: Any, kind: str | None) -> Any:
         if tensor is None:
             return None
-        if kind not in ("vector", "one", "bits"):
+        if kind not in ("vector", "wide_vector", "one", "bits"):
             tensor = tensor[:picked]
         if kind in ("bits", "positions"):
             return tensor.cpu().numpy()

@@ -23,7 +23,7 @@ class Op(NamedTuple):
 
     spec, attributes: how CKI is called, with the tensors that `make` gives, then the outputs.
     inputs: of what kind each tensor is: x, wide (twice the width), heads (x as heads of HEAD_DIM), positions (of rows),
-        vector, bits (seed, offset), one (a scale), None.
+        vector, wide_vector (a bias of wide), bits (seed, offset), one (a scale), None.
     outputs: of what kind: y, heads_out, codes, rows (a scale each), blocks.
     torch: the same, on the inputs.  expected: outputs in float64 of chosen rows.
     plan: the steps of one problem with a given configuration; None where there are no others.
@@ -105,12 +105,12 @@ def _norm_quantize(op: str, granularity: str, scale: str) -> Op:
     )  # fmt: skip
 
 
-def _gated(activation: str, layout: str) -> Op:
+def _gated(activation: str, layout: str, *, biased: bool = False) -> Op:
     options: dict[str, Any] = {"activation": activation, "layout": layout}
     return Op(
-        GATED_ACTIVATION, (activation, layout), ("wide", None), ("y",),
-        lambda x, _: _torch_gated(x, **options),
-        lambda x, _: (reference.gated_activation(x, **options),),
+        GATED_ACTIVATION, (activation, layout), ("wide", "wide_vector" if biased else None), ("y",),
+        lambda x, bias: _torch_gated(x if bias is None else x + bias, **options),
+        lambda x, bias: (reference.gated_activation(x, bias, **options),),
         lambda p, o, d, c: plan_gated_activation(p["x"], p.get("bias"), o["out"], d, **options, config=c),
     )  # fmt: skip
 
@@ -143,6 +143,9 @@ OPS: dict[str, Op] = {
     "swiglu_interleaved": _gated("silu", "interleaved"),
     "geglu": _gated("gelu", "gate_first"),
     "reglu": _gated("relu", "gate_first"),
+    "bias_swiglu": _gated("silu", "gate_first", biased=True),
+    "bias_geglu_up_first": _gated("gelu", "up_first", biased=True),
+    "bias_geglu_interleaved": _gated("gelu", "interleaved", biased=True),
     "bias_gelu": Op(
         BIAS_ACTIVATION, ("gelu",), ("x", "vector", None), ("y",), lambda x, bias, _: _functional().gelu(x + bias),
         lambda x, bias, _: (reference.bias_activation(x, bias),),
@@ -165,6 +168,7 @@ OPS: dict[str, Op] = {
     "add_rms_norm_quantize": _norm_quantize("rms_norm_quantize", "row", "rows"),
     "add_rms_norm_quantize_block128": _norm_quantize("rms_norm_quantize", "block128", "blocks"),
     "add_layer_norm_quantize": _norm_quantize("layer_norm_quantize", "row", "rows"),
+    "add_layer_norm_quantize_block128": _norm_quantize("layer_norm_quantize", "block128", "blocks"),
     "rope": Op(
         APPLY_ROPE, (_BASE, None, False, False), ("heads", "positions", None), ("heads_out",),
         lambda x, positions, _: _torch_rope(x, positions),

@@ -59,6 +59,7 @@ def tensors_of(pointwise, problem):
         "x": lambda: generator.standard_normal(shape).astype(np.float32),
         "wide": lambda: generator.standard_normal((shape[0], 2 * shape[1])).astype(np.float32),
         "vector": lambda: generator.standard_normal(shape[1:]).astype(np.float32),
+        "wide_vector": lambda: generator.standard_normal(2 * shape[1]).astype(np.float32),
         "heads": lambda: generator.standard_normal((shape[0], shape[1] // 128, 128)).astype(np.float32),
         "heads_out": lambda: np.full((shape[0], shape[1] // 128, 128), np.nan, np.float32),
         "positions": lambda: np.arange(shape[0]),
@@ -74,9 +75,10 @@ def tensors_of(pointwise, problem):
 
 @pytest.mark.parametrize(
     "op",
-    ["swiglu", "swiglu_up_first", "swiglu_interleaved", "geglu", "reglu", "bias_gelu", "silu_multiply", "softmax",
+    ["swiglu", "swiglu_up_first", "swiglu_interleaved", "geglu", "reglu", "bias_geglu_interleaved", "bias_gelu",
+     "silu_multiply", "softmax",
      "quantize_row", "quantize_block128", "quantize_tensor", "add_rms_norm_quantize", "add_rms_norm_quantize_block128",
-     "add_layer_norm_quantize", "rope", "dropout_add"],
+     "add_layer_norm_quantize_block128", "rope", "dropout_add"],
 )  # fmt: skip
 def test_variants_compute_the_operation(pointwise, op):
     problem = pointwise.Problem(op, 3, 256, "f32")
