@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,17 +9,10 @@ import cki
 import cki.reference
 from cki.heuristics.attention_hopper import HopperTiles
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import attention_hopper
-
-    yield attention_hopper
-    for name in ("common", "attention", "attention_hopper"):
-        sys.modules.pop(name)
+def hopper(script):
+    return script("attention_hopper")
 
 
 def test_candidates_begin_with_the_heuristics_choice(hopper):

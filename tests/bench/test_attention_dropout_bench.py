@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,17 +9,10 @@ import cki
 from cki.heuristics.attention import AttentionTiles
 from cki.heuristics.attention_hopper import HopperTiles
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def dropout(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import attention_dropout
-
-    yield attention_dropout
-    for name in ("common", "attention", "attention_dropout"):
-        sys.modules.pop(name)
+def dropout(script):
+    return script("attention_dropout")
 
 
 def test_both_kernels_drop_the_same(dropout):

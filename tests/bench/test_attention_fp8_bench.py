@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 import cki
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def fp8(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import attention_fp8
-
-    yield attention_fp8
-    for name in ("common", "attention", "attention_fp8"):
-        sys.modules.pop(name)
+def fp8(script):
+    return script("attention_fp8")
 
 
 def test_calls_pass_the_check_and_a_wrong_one_does_not(fp8):

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.fixture
-def head_dims(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import attention_head_dims
-
-    yield attention_head_dims
-    for name in ("common", "attention", "attention_hopper", "attention_head_dims"):
-        sys.modules.pop(name)
+def head_dims(script):
+    return script("attention_head_dims")
 
 
 def test_cells_are_16384_tokens_of_about_one_width(head_dims):

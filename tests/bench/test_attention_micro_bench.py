@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import cki.reference
 
 pytestmark = pytest.mark.torch
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.fixture
-def micro(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import attention_micro
-
-    yield attention_micro
-    for name in ("common", "attention", "attention_micro"):
-        sys.modules.pop(name)
+def micro(script):
+    return script("attention_micro")
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import cki
 import cki.reference
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def attention_rows(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    sys.modules.pop("attention_rows", None)
-    import attention_rows
-
-    yield attention_rows
-    for name in ("common", "attention", "attention_rows"):
-        sys.modules.pop(name)
+def attention_rows(script):
+    return script("attention_rows")
 
 
 def test_a_cell_counts_visible_pairs_and_shared_keys(attention_rows):

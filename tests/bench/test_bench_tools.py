@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import csv
-import sys
 import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def tools(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import common
-    import plot
-    import run
-
-    yield common, plot, run
-    for name in ("common", "plot", "run"):
-        sys.modules.pop(name)
+def tools(script):
+    return script("common"), script("plot"), script("run")
 
 
 def test_row_computes_rates(tools):

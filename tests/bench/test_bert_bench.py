@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,21 +11,11 @@ import pytest
 import cki
 
 pytestmark = pytest.mark.torch
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-MODULES = (
-    "common", "bert_model", "bert_tables", "bert_plan", "peers", "peers_torch", "peers_tensorflow", "peers_keras",
-    "bert_large",
-)  # fmt: skip
 
 
 @pytest.fixture
-def bert(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import bert_large
-
-    yield bert_large
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def bert(script):
+    return script("bert_large")
 
 
 @pytest.fixture

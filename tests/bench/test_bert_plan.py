@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,8 @@ SEQ_LENS = (128, 512, 1024, 2048, 4096)
 
 
 @pytest.fixture
-def bert_plan(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import bert_plan
-
-    yield bert_plan
-    for name in ("bert_model", "bert_plan"):
-        sys.modules.pop(name)
+def bert_plan(script):
+    return script("bert_plan")
 
 
 def launches(bert_plan, seq, pre_ln=True):

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.fixture
-def bert_profile(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import bert_profile
-
-    yield bert_profile
-    for name in ("bert_model", "bert_plan", "bert_profile"):
-        sys.modules.pop(name)
+def bert_profile(script):
+    return script("bert_profile")
 
 
 def run_of(bert_profile, model, problem, replays=2):

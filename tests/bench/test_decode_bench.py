@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -17,19 +15,12 @@ from cki.heuristics.paged import DecodeShape, choose_decode
 from cki.ops.call import call
 from tests.ops.paged_cases import paged_cache
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 H200 = dataclasses.replace(sim_device("sm_90a"), sm_count=132)
 
 
 @pytest.fixture
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import decode
-    import gemm_decode
-
-    yield decode, gemm_decode
-    for name in ("common", "decode", "decode_variants", "gemm_decode", "read_rate"):
-        sys.modules.pop(name)
+def scripts(script):
+    return script("decode"), script("gemm_decode")
 
 
 def test_cells_are_those_of_the_issue_and_of_equal_bytes(scripts):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,30 +14,9 @@ from cki.engine.device_weights import DeviceWeights
 from cki.engine.model import DecoderModel, ModelLimits
 from tests.engine.tiny import LLAMA, random_weights
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-MODULES = (
-    "common",
-    "engine",
-    "engine_gates",
-    "engine_load",
-    "engine_models",
-    "engine_kernels",
-    "engine_long",
-    "gemm_tokens",
-)
 
-
-@pytest.fixture
-def bench(monkeypatch):
-    """Modules of the benchmark by name."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    yield __import__
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-def test_the_gate_of_the_load_tells_wrong_steps(bench, monkeypatch):
-    load = bench("engine_load")
+def test_the_gate_of_the_load_tells_wrong_steps(script, monkeypatch):
+    load = script("engine_load")
     weights = DeviceWeights(LLAMA, random_weights(LLAMA), dtypes.f32, sim_device(), 64)
     model = DecoderModel(LLAMA, weights, device=sim_device(), block_size=4, limits=ModelLimits(8, 16, 64))
     prompt = np.random.default_rng(0).integers(0, 128, 21)
@@ -52,9 +29,9 @@ def test_the_gate_of_the_load_tells_wrong_steps(bench, monkeypatch):
 
 
 @pytest.mark.parametrize(("qk_norm", "fp8"), [(False, False), (True, True)])
-def test_the_gates_of_a_step(bench, monkeypatch, qk_norm, fp8):
+def test_the_gates_of_a_step(script, monkeypatch, qk_norm, fp8):
     pytest.importorskip("torch")
-    models, gates = bench("engine_models", "engine_kernels", "engine_long"), bench("engine_gates")
+    models, gates = script("engine_models"), script("engine_gates")
     config = replace(LLAMA, qk_norm=qk_norm, tie_word_embeddings=not qk_norm)
     model = models.make_model(
         config, sim_device(), context=70, sequences=2, dtype=dtypes.f16, fp8=fp8, kv_codes=fp8
@@ -78,8 +55,8 @@ def test_the_gates_of_a_step(bench, monkeypatch, qk_norm, fp8):
     assert not gates.replay_equals_launches(model, sequences)
 
 
-def test_the_shapes_are_those_of_the_real_models(bench):
-    models = bench("engine_models", "engine_kernels", "engine_long")
+def test_the_shapes_are_those_of_the_real_models(script):
+    models = script("engine_models")
     large, small = (models.config_of(name) for name in ("qwen3-8b", "smollm2"))
     assert isinstance(large, ModelConfig)
     assert large.qk_norm
@@ -87,24 +64,24 @@ def test_the_shapes_are_those_of_the_real_models(bench):
     assert (small.num_heads, small.num_kv_heads, small.tie_word_embeddings) == (9, 3, True)
 
 
-def test_a_row_is_left_out_when_time_is_short(bench):
-    clock = bench("engine").Clock(0.5)
+def test_a_row_is_left_out_when_time_is_short(script):
+    clock = script("engine").Clock(0.5)
     assert clock.allows(0.1)
     assert not clock.allows(0.6)
-    assert bench("engine").Clock(None).allows(1e9)
+    assert script("engine").Clock(None).allows(1e9)
 
 
 @pytest.mark.parametrize("variant", [{}, {"way": "decode", "merge_inside": True}])
-def test_kernels_alone_are_those_of_the_step(bench, monkeypatch, variant):
+def test_kernels_alone_are_those_of_the_step(script, monkeypatch, variant):
     pytest.importorskip("torch")
-    models, engine, kernels = bench("engine_models"), bench("engine"), bench("engine_kernels")
+    models, engine, kernels = script("engine_models"), script("engine"), script("engine_kernels")
     model = models.make_model(LLAMA, sim_device(), context=70, sequences=2, dtype=dtypes.f16, **variant)
     launched = []
 
     def replay_time(model, launch, replays):
         launch()
         launched.append(launch)
-        return bench("common").Timing(8.0, 7.0, 9.0)
+        return script("common").Timing(8.0, 7.0, 9.0)
 
     monkeypatch.setattr(engine, "replay_time", replay_time)
     plan = model.plan(model.decode_shape(2))
@@ -120,9 +97,9 @@ def test_kernels_alone_are_those_of_the_step(bench, monkeypatch, variant):
     assert read == sum(tensor.view.size * 2 for _, tensor in model.weights.items())
 
 
-def test_a_long_sequence_is_checked(bench, monkeypatch):
+def test_a_long_sequence_is_checked(script, monkeypatch):
     pytest.importorskip("torch")
-    long = bench("engine_long")
+    long = script("engine_long")
     monkeypatch.setattr(long, "_PART", 64)
     monkeypatch.setattr(long, "_QUERIES", 32)
     small = {
@@ -139,10 +116,10 @@ def test_a_long_sequence_is_checked(bench, monkeypatch):
         long.long_rows(150, sim_device())
 
 
-def test_products_of_few_tokens_are_checked(bench, monkeypatch):
+def test_products_of_few_tokens_are_checked(script, monkeypatch):
     pytest.importorskip("torch")
-    tokens = bench("gemm_tokens")
-    monkeypatch.setattr(tokens, "_replayed", lambda program: bench("common").Timing(1.0, 1.0, 1.0))
+    tokens = script("gemm_tokens")
+    monkeypatch.setattr(tokens, "_replayed", lambda program: script("common").Timing(1.0, 1.0, 1.0))
     operands = tokens.Operands(
         tokens.Shape(256, 64, norm=True, gated=True), dtypes.e4m3, sim_device("sm_90a")
     )

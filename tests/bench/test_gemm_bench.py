@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,10 @@ import cki.reference
 from cki.device import sim_device
 from cki.heuristics.linear_hopper import CANDIDATES, HopperTile, tile_count
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import gemm_hopper
-
-    yield gemm_hopper
-    for name in ("common", "gemm", "gemm_hopper"):
-        sys.modules.pop(name)
+def hopper(script):
+    return script("gemm_hopper")
 
 
 def problem_of(hopper, text: str):

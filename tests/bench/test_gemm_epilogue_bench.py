@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def epilogue(monkeypatch):
+def epilogue(script):
     pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(BENCH))
-    import gemm_epilogue
-
-    yield gemm_epilogue
-    for name in ("common", "gemm", "gemm_norm", "gemm_epilogue"):
-        sys.modules.pop(name, None)
+    return script("gemm_epilogue")
 
 
 def test_what_is_right(epilogue):

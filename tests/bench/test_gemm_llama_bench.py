@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from cki.heuristics.linear_skinny import SkinnyTile
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def llama(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import gemm_llama
-
-    yield gemm_llama
-    for name in ("common", "gemm", "gemm_skinny", "gemm_llama"):
-        sys.modules.pop(name)
+def llama(script):
+    return script("gemm_llama")
 
 
 @pytest.mark.parametrize("layout", ["in_out", "out_in"])

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 import cki
 from cki.heuristics.linear_hopper import HopperTile
 
 pytest.importorskip("torch")
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.fixture
-def norm(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import gemm_norm
-
+def norm(script, monkeypatch):
+    gemm_norm = script("gemm_norm")
     # Small products would not take the kernel.
     monkeypatch.setattr(gemm_norm, "fused_norm_tile", lambda *_, **__: HopperTile(64, 64, 2, True))
-    yield gemm_norm
-    for name in ("common", "gemm", "gemm_norm"):
-        sys.modules.pop(name)
+    return gemm_norm
 
 
 def test_shapes_take_the_folded_kernel(norm):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +13,12 @@ import cki.reference
 from cki.device import sim_device
 from cki.heuristics.linear_skinny import MAX_ROWS
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 H200 = sim_device("sm_90a")
 
 
 @pytest.fixture
-def skinny(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import gemm_skinny
-
-    yield gemm_skinny
-    for name in ("common", "gemm", "gemm_skinny"):
-        sys.modules.pop(name)
+def skinny(script):
+    return script("gemm_skinny")
 
 
 def problem_of(skinny, text: str, layout: str = "in_out"):

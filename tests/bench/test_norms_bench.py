@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,17 +10,10 @@ import cki.reference
 from cki.device import sim_device
 from cki.heuristics.norm import choose
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def norms(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import norms
-
-    yield norms
-    for name in ("common", "norms"):
-        sys.modules.pop(name)
+def norms(script):
+    return script("norms")
 
 
 def test_bytes_and_shape(norms):

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import csv
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def plot_sweeps(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import plot_sweeps
-
-    yield plot_sweeps
-    sys.modules.pop("plot_sweeps")
+def plot_sweeps(script):
+    return script("plot_sweeps")
 
 
 def rows_of_attention():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,18 +9,12 @@ import pytest
 import cki
 from cki.device import sim_device
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 DEVICE = sim_device("sm_90a")
 
 
 @pytest.fixture
-def pointwise(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import pointwise
-
-    yield pointwise
-    for name in ("common", "pointwise", "pointwise_ops"):
-        sys.modules.pop(name)
+def pointwise(script):
+    return script("pointwise")
 
 
 @pytest.mark.parametrize(

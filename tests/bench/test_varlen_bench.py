@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,18 +9,10 @@ import cki
 import cki.reference
 from tests.ops.varlen_cases import chunked, offsets
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def varlen(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    sys.modules.pop("varlen", None)
-    import varlen
-
-    yield varlen
-    for name in ("common", "varlen", "attention", "attention_hopper"):
-        sys.modules.pop(name)
+def varlen(script):
+    return script("varlen")
 
 
 def test_cells_cover_both_sets(varlen):
