@@ -52,6 +52,7 @@ class HopperTiles:
     copy_warps: int | None = None
     ahead: int | None = None
     before_values: int | None = None
+    lone_copier: bool = False
     take: int = 0
 
     @property
@@ -121,6 +122,8 @@ class HopperTiles:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:
             text += f", {self.before_values} before values"
+        if self.lone_copier:
+            text += ", lone copier"
         if self.take:
             text += f", take {self.take}"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"

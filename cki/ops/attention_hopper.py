@@ -201,13 +201,13 @@ def plan_hopper(
     if obstacles:
         raise UnsupportedError("attention: the Hopper kernel", obstacles, "the generic kernel")
     key_columns, value_columns = padded(head_dim), padded(value_dim)
-    box_keys = tiles.block_keys
+    box_keys, is_paged = tiles.block_keys, packed is not None and packed.block_table is not None
     if packed is None:
         row_blocks = -(-queries // tiles.block_queries)
     else:
         row_blocks = packed.slots(queries, tiles.block_queries)
         keys = packed.mean_keys(k)
-        if packed.block_table is not None:  # a box lies within one block
+        if is_paged:  # a box lies within one block
             box_keys = math.gcd(k.shape[1], tiles.block_keys)
     parts, part_keys = key_parts(keys, tiles) if tiles.splits > 1 else (1, keys)
     head_tiles = heads // tiles.heads * batch * parts
@@ -234,10 +234,11 @@ def plan_hopper(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kPackedHeads=tiles.heads,
-        kCopyWarps=tiles.copy_warps or (2 if packed is not None and packed.block_table is not None else 1),
+        kCopyWarps=tiles.copy_warps or (2 if is_paged else 1),
         kSplitKeys=parts > 1, Result=out.dtype,
         kBlockKeys=tiles.block_keys, kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
         kBeforeValues=tiles.weights_before_values, kTake=tiles.take,
+        kLoneCopier=tiles.lone_copier, kWholeBlocks=is_paged and k.shape[1] == box_keys,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,
         kBiasKeyStride=_key_stride(bias), kBiasPair=_has_pairs(bias, keys),

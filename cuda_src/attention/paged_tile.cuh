@@ -22,6 +22,13 @@ struct BoxEntry {
   TableIndex block{-1};
   int slot = 0;
 
+  // A lane's box of tile j of a sequence of `keys` keys.
+  template <int kBoxKeys, bool, int kTileKeys, class Row>
+  __device__ __forceinline__ void find_own(const Row& row, int j, int keys) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, key = j * kTileKeys + lane * kBoxKeys;
+    if (j >= 0 && lane * kBoxKeys < kTileKeys && key < keys) *this = row.entry(key);
+  }
+
   // blocks: of the cache. Entries outside it stand for zeros.
   __device__ __forceinline__ KeyPlace place(int blocks) const {
     const i64 entry = static_cast<i64>(block);
@@ -42,6 +49,42 @@ struct BlockRow {
     return {entries[column * entry_stride], key - column * block_size};
   }
   __device__ __forceinline__ KeyPlace find(int key) const { return entry(key).place(blocks); }
+};
+
+// The entries of a tile's boxes, for one thread that copies them all. Slots follow from the tile where they are used.
+template <class TableIndex, int kBoxes>
+struct TileEntries {
+  TableIndex blocks[kBoxes];
+  int first_key = 0, block_size = 0;
+
+  // Of tile j of a sequence of `keys` keys; kIsBlock: a box is a whole block.
+  template <int kBoxKeys, bool kIsBlock, int kTileKeys>
+  __device__ __forceinline__ void find_own(const BlockRow<TableIndex>& row, int j, int keys) {
+    first_key = j * kBoxes * kBoxKeys;
+    block_size = row.block_size;
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      const int key = first_key + i * kBoxKeys;
+      blocks[i] = TableIndex(-1);
+      if (j >= 0 && key < keys) blocks[i] = row.entries[(kIsBlock ? j * kBoxes + i : key / block_size) * row.entry_stride];
+    }
+  }
+  template <int kBoxKeys, bool kIsBlock>
+  __device__ __forceinline__ KeyPlace place(int box, int count) const {
+    const i64 entry = static_cast<i64>(blocks[box]);
+    return {entry >= 0 && entry < count ? static_cast<int>(entry) : -1,
+            kIsBlock ? 0 : (first_key + box * kBoxKeys) % block_size};
+  }
+};
+
+// What a thread that copies knows of a tile: the entries of all boxes, or its own.
+template <class TableIndex, int kBoxes, bool kAll>
+struct TileBoxes {
+  using Type = BoxEntry<TableIndex>;
+};
+template <class TableIndex, int kBoxes>
+struct TileBoxes<TableIndex, kBoxes, true> {
+  using Type = TileEntries<TableIndex, kBoxes>;
 };
 
 // The places of the keys of a tile that this thread looks up: kTileKeys shared out among kThreads.

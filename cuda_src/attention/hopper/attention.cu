@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     query_ring.initialise(4);
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
-    work.initialise(4 * kConsumers + (kPaged ? kCopyWarps : 0), kPaged ? 0 : kCopyWarps);
+    work.initialise(4 * kConsumers + (kPaged && !kLoneCopier ? kCopyWarps : 0), kPaged && !kLoneCopier ? 0 : kCopyWarps);
     if constexpr (kPaged) tail.initialise(1);
     ptx::fence_mbarrier_init();
   }
@@ -122,41 +122,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     if (warp == kCopyWarps) work.hand_over();
     if (warp >= kCopyWarps) return;
     const bool is_issuer = ptx::elect_one();
-    if (!kPaged && !is_issuer) return;
+    constexpr bool kOneThread = !kPaged || kLoneCopier;
+    if (kOneThread && !is_issuer) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     // A lane's box of a tile of keys in a cache: looked up when the tile before is on its way, which hides the latency.
+    using Boxes = typename TileBoxes<TableIndex, kBlockKeys / kBoxKeys, kPaged && kLoneCopier>::Type;
     const auto find_box = [&](const SequenceTile& tile, int j) {
-      BoxEntry<TableIndex> box{};
-      if constexpr (kPaged) {
-        const int key = j * kBlockKeys + lane * kBoxKeys;
-        if (j >= 0 && lane * kBoxKeys < kBlockKeys && key < tile.keys) box = table_row_of(tile).entry(key);
-      }
+      Boxes box{};
+      if constexpr (kPaged) box.template find_own<kBoxKeys, kWholeBlocks, kBlockKeys>(table_row_of(tile), j, tile.keys);
       return box;
     };
     // Waits for room in a ring, then copies a tile of keys or values there. Whatever a copy needs is ready before that wait:
     // consumers may be waiting for the copy. last_batch: 0 where all batches share their keys or values (stride 0), which
     // the tensor map holds once.
     const auto load_rows = [&](auto type, const auto& ring, int places, const TensorMap* map, u64* full, int kv_head,
-                               const SequenceTile& tile, int j, const BoxEntry<TableIndex>& box, int last_batch) {
+                               const SequenceTile& tile, int j, const Boxes& box, int last_batch) {
       using Type = decltype(type);
       unsigned char* const place = smem + places + ring.stage * Type::kBytes;
       if constexpr (kPaged) {
-        const PagedBoxes boxes(box.place(blocks));
+        const auto boxes = places_of(box, blocks);
         ring.wait_empty();
-        load_paged_tile<Type, kBoxKeys>(place, map, full, boxes, kv_head, is_issuer);
+        load_paged_tile<Type, kBoxKeys, kWholeBlocks>(place, map, full, boxes, kv_head, is_issuer);
       } else {
         ring.wait_empty();
         load_tile<Type>(place, map, full, placed.first_key(tile) + j * kBlockKeys, kv_head,
                         min(placed.batch(tile), last_batch));
       }
     };
-    const auto load_keys = [&](const SequenceTile& tile, int kv_head, int j, const BoxEntry<TableIndex>& box) {
+    const auto load_keys = [&](const SequenceTile& tile, int kv_head, int j, const Boxes& box) {
       load_rows(KeyTile{}, key_ring, Layout::kKeys, &k_map, key_ring.full + key_ring.stage, kv_head, tile, j, box,
                 last_key_batch);
       key_ring.advance();
     };
     // cleared_tile: that which ends in a block with unused slots, or none.
-    const auto load_values = [&](const SequenceTile& tile, int kv_head, int j, const BoxEntry<TableIndex>& box,
+    const auto load_values = [&](const SequenceTile& tile, int kv_head, int j, const Boxes& box,
                                  int cleared_tile) {
       const bool is_cleared = kPaged && j == cleared_tile;
       u64* const full = value_ring.full + value_ring.stage;
@@ -165,27 +164,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       if (is_cleared) {
         tail.wait_full();
         tail.advance();
-        __syncwarp();
+        if constexpr (!kLoneCopier) __syncwarp();
         const int first = tile.keys - j * kBlockKeys;
-        clear_rows<ValueTile>(smem + Layout::kValues + value_ring.stage * ValueTile::kBytes, first,
+        clear_rows<ValueTile, kLoneCopier ? 1 : 32>(smem + Layout::kValues + value_ring.stage * ValueTile::kBytes, first,
                               min(kBlockKeys, first + block_size - tile.keys % block_size));
         if (is_issuer) ptx::mbarrier_arrive(full);
       }
       value_ring.advance();
     };
     // The shuffle keeps the compiler from dividing once more for each copy.
-    const auto kept = [](int value) { return kPaged ? __shfl_sync(kFullWarp, value, 0) : value; };
+    const auto kept = [](int value) { return kOneThread ? value : __shfl_sync(kFullWarp, value, 0); };
     const auto kv_head_of = [&](const SequenceTile& tile) { return kept(placed.first_head(tile) / group); };
     const auto cleared_tile_of = [&](const SequenceTile& tile) {
       return kPaged ? kept(tile.keys % block_size != 0 ? tile.keys / kBlockKeys : -1) : -1;
     };
-    constexpr bool kOneThread = !kPaged;
     if (kCopyWarps == 2 && warp == 1) {
       for (work.template begin<kOneThread>(); work.has_work(); work.template next<kOneThread>()) {
         const SequenceTile tile = work.tile;
         const Range range = Part(tile, placed.band(tile), 0).block;
         const int kv_head = kv_head_of(tile), cleared_tile = cleared_tile_of(tile);
-        BoxEntry<TableIndex> box = find_box(tile, range.end_tile - 1);
+        Boxes box = find_box(tile, range.end_tile - 1);
         for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
           load_values(tile, kv_head, j, box, cleared_tile);
           box = find_box(tile, j - 1);
@@ -204,13 +202,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       // a long tile would be the longest of those left, in the hands of the block that comes to it last.
       const int last = range.end_tile - 1, wish_at = min(last, range.begin_tile + 2);
       const int kv_head = kv_head_of(tile), cleared_tile = cleared_tile_of(tile);
-      BoxEntry<TableIndex> value_box = find_box(tile, last);
+      Boxes value_box = find_box(tile, last);
       load_keys(tile, kv_head, last, value_box);
-      BoxEntry<TableIndex> box = find_box(tile, last - 1);
+      Boxes box = find_box(tile, last - 1);
 #pragma unroll 1
       for (int i = 0; i < kConsumers; ++i) {
         query_ring.wait_empty();
-        if constexpr (kPaged) __syncwarp();
+        if constexpr (!kOneThread) __syncwarp();
         if (is_issuer) {
           load_queries<QueryTile, kPackedHeads>(
               smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,

@@ -66,9 +66,24 @@ struct PagedBoxes {
   }
 };
 
+template <class Entries>
+struct CheckedEntries {
+  const Entries& entries;
+  int blocks;
+};
+template <class TableIndex>
+__device__ __forceinline__ PagedBoxes places_of(const BoxEntry<TableIndex>& box, int blocks) {
+  return PagedBoxes(box.place(blocks));
+}
+template <class TableIndex, int kBoxes>
+__device__ __forceinline__ CheckedEntries<TileEntries<TableIndex, kBoxes>> places_of(
+    const TileEntries<TableIndex, kBoxes>& boxes, int blocks) {
+  return {boxes, blocks};
+}
+
 // load_tile of keys or values in a cache of blocks: a box of kBoxRows rows each, which lies within one block. A block
 // outside the cache gives zeros, and no traffic. is_issuer: of one lane.
-template <class Tile, int kBoxRows>
+template <class Tile, int kBoxRows, bool>
 __device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full,
                                                 const PagedBoxes& boxes, int head, bool is_issuer) {
   static_assert(kBoxRows % 16 == 0 && Tile::kRows % kBoxRows == 0, "whole swizzle patterns, whole boxes");
@@ -89,20 +104,36 @@ __device__ __forceinline__ void load_paged_tile(unsigned char* tile, const Tenso
   }
 }
 
+// The same by one thread that knows all places.
+template <class Tile, int kBoxRows, bool kIsBlock, class Entries>
+__device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full,
+                                                const CheckedEntries<Entries>& entries, int head, bool) {
+  ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
+#pragma unroll
+  for (int box = 0; box < Tile::kRows / kBoxRows; ++box) {
+    const KeyPlace place = entries.entries.template place<kBoxRows, kIsBlock>(box, entries.blocks);
+#pragma unroll
+    for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+      ptx::tma_load_4d(tile + slab * Tile::kSlabBytes + box * kBoxRows * Tile::kSpan, map, full, slab * Tile::kSlabColumns,
+                       place.slot, head, place.block);
+    }
+  }
+}
+
 // Rows [first, end) of a tile that a copy has filled become zero, for wgmma to read. All lanes of a warp together.
-template <class Tile>
+template <class Tile, int kLanes = 32>
 __device__ __forceinline__ void clear_rows(unsigned char* tile, int first, int end) {
   constexpr int kRowPieces = Tile::kSpan / 16;  // a swizzle permutes pieces within a row
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
 #pragma unroll 1
   for (int slab = 0; slab < Tile::kSlabs; ++slab) {
 #pragma unroll 1
-    for (int piece = first * kRowPieces + lane; piece < end * kRowPieces; piece += 32) {
+    for (int piece = first * kRowPieces + lane; piece < end * kRowPieces; piece += kLanes) {
       *reinterpret_cast<uint4*>(tile + slab * Tile::kSlabBytes + piece * 16) = make_uint4(0, 0, 0, 0);
     }
   }
   ptx::fence_proxy_async_shared();
-  __syncwarp();
+  if constexpr (kLanes > 1) __syncwarp();
 }
 
 constexpr int round_to_pattern(int bytes) { return (bytes + 1023) / 1024 * 1024; }
