@@ -62,6 +62,7 @@ class SkinnyTile:
     ahead: stages of its weight that such a launch asks for in L2 while the one before it ends; 0: as its copies.
     left: of its copies, when it lets the next launch begin: late, that one asks for its weight when memory has nothing
         else to do; -1: from the beginning on.
+    own_rings: each of the warps that share K has a ring and takes whole stages in turn; they share no columns.
     """
 
     block_m: int
@@ -73,6 +74,7 @@ class SkinnyTile:
     programmatic: bool = True
     ahead: int = 0
     left: int = -1
+    own_rings: bool = False
 
     @property
     def threads(self) -> int:
@@ -81,13 +83,14 @@ class SkinnyTile:
     @property
     def shared_memory(self) -> int:
         """Bytes of dynamic shared memory: the ring, and the parts of the sums in its place."""
-        ring = self.stages * (self.block_m + self.block_n) * STAGE_ROW_BYTES
+        rings = self.warps_k if self.own_rings else 1
+        ring = rings * self.stages * (self.block_m + self.block_n) * STAGE_ROW_BYTES
         parts = self.warps_k * self.block_m * (self.block_n + 8) * 4
         return max(ring, parts)
 
     def __str__(self) -> str:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
-        kind = "" if self.programmatic else "serial"
+        kind = ("own" if self.own_rings else "") + ("" if self.programmatic else "serial")
         early = (f"a{self.ahead}" if self.ahead else "") + (f"l{self.left}" if self.left >= 0 else "")
         return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{early}"
 
@@ -117,7 +120,7 @@ def fits(tile: SkinnyTile, itemsize: int, device: DeviceInfo, *, along_n: bool) 
     clusters = tile.split == 1 or device.arch not in _NO_CLUSTERS
     # Rows of a weight's stage are whole groups of eight 16-byte chunks; fp32 keeps its sums twice in registers.
     whole = not along_n or tile.block_n * itemsize % 128 == 0
-    return clusters and whole and sums * (itemsize // 2) <= 128
+    return clusters and whole and sums * (itemsize // 2) <= 128 and not (tile.own_rings and tile.warps_n > 1)
 
 
 def blocks_together(tile: SkinnyTile, device: DeviceInfo) -> int:

@@ -137,7 +137,7 @@ def skinny_kernel(
         max_registers=min(255, 65536 // (min_blocks * tile.threads)),
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kWarpsN=tile.warps_n,
-        kWarpsK=tile.warps_k, kStages=tile.stages, kMinBlocks=min_blocks, kSplit=tile.split,
+        kWarpsK=tile.warps_k, kStages=tile.stages, kOwnRings=tile.own_rings, kMinBlocks=min_blocks, kSplit=tile.split,
         kProgrammatic=programmatic, kStagesAhead=tile.ahead or tile.stages - 1, kLeft=tile.left,
         kCopyBytesX=copy_x, kCopyBytesW=copy_w,
         kUnitStrideX=unit_x, kUnitStrideW=access.column_stride == 1, kWeightAlongN=access.along_n, kRowAxes=row_axes,
@@ -155,6 +155,7 @@ def representative_specs(arch: str, device: DeviceInfo) -> list[KernelSpec]:
     low, large = SkinnyTile(64, 64, 2, 2, 6, split), SkinnyTile(64, 128, 2, 2, 4, split)
     widest = SkinnyTile(64, 256, 4, 2, 5, split)
     serial = SkinnyTile(32, 64, 2, 2, 4, 1, False)
+    own = SkinnyTile(16, 64, 1, 4, 5, 2 if split > 1 else 1, own_rings=True)
     everything = {"activation": "gelu", "residual": True}
     choices: list[tuple[DType, SkinnyTile, dict[str, Any]]] = [
         (f16, small, {"bias": f16, **everything}),
@@ -172,6 +173,8 @@ def representative_specs(arch: str, device: DeviceInfo) -> list[KernelSpec]:
         (bf16, large, {"access": along_k}),
         (bf16, widest, {"bias": bf16, "access": along_k, **everything}),
         (f16, widest, {}),
+        (bf16, own, {}),
+        (f16, own, {"access": along_k, "bias": f16, **everything}),
         (f16, serial, {"bias": f16, "activation": "relu", "residual": True, "pair_residual": False}),
     ]  # fmt: skip
     return [

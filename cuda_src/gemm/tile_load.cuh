@@ -6,6 +6,7 @@
 //   kRows4  chunk ^ 2 * (row % 4)     four rows of two neighbouring chunk columns: what the single-word reads of an
 //                                     fp32 tile stored along N touch (fragments.cuh)
 // What lies outside the matrix is filled with zeros, so that the products need no bounds and padding cannot leak in.
+// kThreads threads copy a tile: the block's, or each 32 of them one of their own.
 #pragma once
 
 #include "common/types.cuh"
@@ -69,10 +70,11 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* ma
   // computed once, and one pointer walks down the rows. (Anything else costs a register for each row.)
   constexpr int kRowStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kRowStep == 0, "every thread copies the same number of chunks");
-  constexpr int kPeriod = kSwizzle == Swizzle::kRows8 ? 8 : 4;
-  static_assert(kRowStep % kPeriod == 0 || kRows == kRowStep, "the rows of a thread share the permutation");
-  const int chunk = static_cast<int>(threadIdx.x) % kChunks;
-  const int row = static_cast<int>(threadIdx.x) / kChunks;
+  // The rows of a whole block's thread share the permutation; those of one warp's may not.
+  constexpr bool kShared = kRowStep % (kSwizzle == Swizzle::kRows8 ? 8 : 4) == 0;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
+  const int chunk = thread % kChunks;
+  const int row = thread / kChunks;
   const int column = first_column + chunk * kPerChunk;
   const int valid_columns = max(0, min(columns - column, kPerChunk));
   const Element* chunk_column = matrix + static_cast<i64>(column) * column_stride;
@@ -96,7 +98,11 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const Element* ma
     } else {
       *reinterpret_cast<uint4*>(target) = gather_chunk(source, column_stride, valid);
     }
-    target += kRowStep * kChunks * 16;
+    if constexpr (kShared) {
+      target += kRowStep * kChunks * 16;
+    } else {
+      target = tile + chunk_offset<kSwizzle, kChunks>(row + (i + 1) * kRowStep, chunk);
+    }
     offset = row_offset.template advance<kRowStep>(offset, first_row + row + i * kRowStep);
   }
 }

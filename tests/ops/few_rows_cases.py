@@ -11,14 +11,17 @@ import cki
 import cki.reference
 from cki.heuristics.linear_skinny import SkinnyTile, fits
 from tests.compare import assert_close
-from tests.ops.linear_cases import linear_with_tile, normal, plain
+from tests.ops.inputs import normal
+from tests.ops.linear_cases import linear_with_tile, plain
 
 #: Rings of two stages; K in one block, and over clusters.
 WHOLE, PAIR, FOUR = (SkinnyTile(16, 64, 1, 4, 2, split) for split in (1, 2, 4))
 #: The last block's share of K is larger; two warps share columns; no programmatic launch.
 EIGHT = SkinnyTile(16, 64, 2, 2, 2, 8, ahead=3, left=1)
 SQUARE = SkinnyTile(32, 64, 2, 2, 2, 2, programmatic=False)
-FEW = (WHOLE, PAIR, FOUR, EIGHT, SQUARE)
+#: Each warp has a ring; some have a stage more than others.
+OWN = SkinnyTile(16, 64, 1, 4, 2, 2, left=1, own_rings=True)
+FEW = (WHOLE, PAIR, FOUR, EIGHT, SQUARE, OWN)
 
 LAYOUTS = ("in_out", "out_in")
 

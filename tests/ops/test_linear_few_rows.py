@@ -8,8 +8,9 @@ import pytest
 import cki
 import cki.reference
 from tests.compare import assert_close
-from tests.ops.few_rows_cases import EIGHT, FEW, FOUR, LAYOUTS, SQUARE, WHOLE, check, require, weight
-from tests.ops.linear_cases import BF16, DTYPES, F16, F32, linear_into, linear_with_tile, normal, plain
+from tests.ops.few_rows_cases import EIGHT, FEW, FOUR, LAYOUTS, OWN, SQUARE, WHOLE, check, require, weight
+from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
+from tests.ops.linear_cases import linear_into, linear_with_tile, plain
 from tests.orders import every_check, orders
 
 TILES = pytest.mark.parametrize("tile", FEW, ids=str)
@@ -31,7 +32,7 @@ def test_extents(device, tile):
 
 CASES = [
     (WHOLE, "in_out", "f16"), (WHOLE, "out_in", "f32"), (FOUR, "in_out", "f32"), (FOUR, "out_in", "f16"),
-    (EIGHT, "in_out", "f16"), (SQUARE, "out_in", "f32"),
+    (EIGHT, "in_out", "f16"), (SQUARE, "out_in", "f32"), (OWN, "out_in", "f16"), (OWN, "in_out", "f32"),
 ]  # fmt: skip
 
 
@@ -45,7 +46,8 @@ def test_orders_of_every_check(device, case, tile, layout, dtype):
     require(device, tile)
     size = DTYPES[dtype].itemsize
     rows, columns = tile.block_m + 1, 72
-    depth = (2 * tile.stages + 1) * min(tile.split, 4) * 128 // size + 8
+    rings = tile.warps_k if tile.own_rings else 1
+    depth = (2 * tile.stages * rings + 1) * min(tile.split, 4) * 128 // size + 8
     x, w = normal((rows, depth), DTYPES[dtype], 1), weight(depth, columns, DTYPES[dtype], layout)
     bias, residual = normal((columns,), DTYPES[dtype], 3), normal((rows, columns), DTYPES[dtype], 4)
     tensors = [device.array(t) for t in (x, w, bias, residual)]

@@ -14,6 +14,7 @@
 // K loop.  A ring of kStages stages in dynamic shared memory, each with 128 bytes of K of w and x, filled by cp.async
 //          kStages - 1 ahead (gemm/tile_load.cuh; whole_stages.cuh for nearly all of w): with 64 columns and 8 stages, two
 //          blocks an SM, 112 KB in flight.
+//          kOwnRings: each warp has such a ring, and every kWarpsK-th stage; no warp waits for another before the sums.
 //          Products are m16n8 with x's rows, zeros below M, as the 16: the tensor cores have time to spare.
 // Sums.    fp32. Parts are added in shared memory over the warps, then over the cluster's blocks through distributed
 //          shared memory, in a fixed order (finish.cuh): the same bits in every run, no workspace, no second launch.
@@ -31,10 +32,10 @@
 //
 // Grid: (ceil(N / kBlockN) * kSplit, ceil(M / kBlockM)), clusters of (kSplit, 1).
 // Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsN, kWarpsK, kStages,
-//   kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the
+//   kOwnRings, kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the
 //   element's size), kUnitStrideX, kUnitStrideW, kWeightAlongN, kRowAxes, kHasBias, kHasResidual, kActivation, kVectorY,
 //   kVectorResidual (1 or 2).
-// Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
+// Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes a ring, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
 #include "gemm/activation.cuh"
@@ -53,12 +54,15 @@ using namespace cki;
 constexpr int kThreads = kWarpsN * kWarpsK * 32;
 constexpr int kTilesM = kBlockM / 16;  // m16n8 products of a warp
 constexpr int kTilesN = kBlockN / kWarpsN / 8;
-constexpr int kSteps = gemm::kStepsPerStage / kWarpsK;  // of a stage, for a warp
+constexpr int kRings = kOwnRings ? kWarpsK : 1;
+constexpr int kCopiers = kOwnRings ? 32 : kThreads;
+constexpr int kSteps = gemm::kStepsPerStage / (kOwnRings ? 1 : kWarpsK);  // of a stage, for a warp
 constexpr int kStageK = gemm::kTileRowBytes / static_cast<int>(sizeof(Element));
 constexpr int kStageBytes = (kBlockM + kBlockN) * gemm::kTileRowBytes;
 constexpr bool kSumPerStage = sizeof(Element) == 4;
 static_assert(kTilesM * 16 == kBlockM && kTilesN * kWarpsN * 8 == kBlockN, "warps split the columns evenly");
-static_assert(kSteps * kWarpsK == gemm::kStepsPerStage, "warps split a stage's steps evenly");
+static_assert(kOwnRings || kSteps * kWarpsK == gemm::kStepsPerStage, "warps split a stage's steps evenly");
+static_assert(!kOwnRings || kWarpsN == 1, "a warp copies what it multiplies");
 static_assert(kTilesN % 2 == 0, "one ldmatrix.x4 brings 16 columns of w");
 static_assert(kStages >= 2, "a stage is filled while another is read");
 
@@ -96,8 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int first_row = static_cast<int>(blockIdx.y) * kBlockM;
   const int k_tiles = (depth + kStageK - 1) / kStageK;
   const int first_tile = static_cast<int>(static_cast<i64>(k_tiles) * rank / kSplit);
-  const int tiles = static_cast<int>(static_cast<i64>(k_tiles) * (rank + 1) / kSplit) - first_tile;
-  const int first_k = first_tile * kStageK;
+  const int block_tiles = static_cast<int>(static_cast<i64>(k_tiles) * (rank + 1) / kSplit) - first_tile;
 
   const gemm::Matrix<const Element, Rows> added = {
       residual, {{residual_stride0, residual_stride1, residual_stride2}, extent1, extent2},
@@ -109,38 +112,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if constexpr (kProgrammatic) {
     if constexpr (kCopyBytesW == 16) {
-      const int k_end = min(depth, first_k + min(tiles, kStagesAhead) * kStageK);
-      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0)>(w, w_stride, first_k, k_end, first_column,
-                                                                           columns);
+      const int k = first_tile * kStageK, k_end = min(depth, k + min(block_tiles, kStagesAhead) * kStageK);
+      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0)>(w, w_stride, k, k_end, first_column, columns);
     }
     ptx::griddepcontrol_wait();
   }
 
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp_column = warp % kWarpsN * (kTilesN * 8);
+  const int warp_k = warp / kWarpsN;
+  const int ring = kOwnRings ? warp_k : 0;
+  const int tiles = (block_tiles - ring + kRings - 1) / kRings;  // of the ring: its stages
+  const int first_k = (first_tile + ring) * kStageK;
+  unsigned char* const memory = shared + ring * (kStages * kStageBytes);
+
   const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
   const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
-  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kThreads, Element> whole(
+  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kCopiers, Element> whole(
       w + (kWeightAlongN ? first_k * w_stride + first_column : first_column * w_stride + first_k), w_stride,
-      kWeightAlongN ? kStageK * w_stride : kStageK);
+      kRings * (kWeightAlongN ? kStageK * w_stride : kStageK));
   const bool whole_columns = kCopyBytesW == 16 && first_column + kBlockN <= columns;
   const auto load_stage = [&](int tile, int slot) {
-    unsigned char* x_tile = shared + slot * kStageBytes;
+    unsigned char* x_tile = memory + slot * kStageBytes;
     unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
-    const int k = first_k + tile * kStageK;
+    const int k = first_k + tile * (kRings * kStageK);
     if (whole_columns && k + kStageK <= depth) {
       whole.copy(w_tile);
     } else {
-      gemm::copy_tile<Weight::kRows, Weight::kChunks, kCopyBytesW, Weight::kSwizzle, kThreads>(
+      gemm::copy_tile<Weight::kRows, Weight::kChunks, kCopyBytesW, Weight::kSwizzle, kCopiers>(
           w_tile, w, w_rows, kUnitStrideW ? 1 : w_column_stride, kWeightAlongN ? k : first_column,
           kWeightAlongN ? depth : columns, kWeightAlongN ? first_column : k, kWeightAlongN ? columns : depth);
     }
     whole.advance();
-    gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kThreads>(
+    gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kCopiers>(
         x_tile, x, x_rows, kUnitStrideX ? 1 : x_column_stride, first_row, rows, k, depth);
   };
 
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int warp_column = warp % kWarpsN * (kTilesN * 8);
-  const int warp_k = warp / kWarpsN;
   Sums sum = {};
 
   if constexpr (kProgrammatic && kLeft < 0) ptx::griddepcontrol_launch_dependents();
@@ -155,7 +162,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   for (int tile = 1 - kStages; tile < tiles; ++tile) {
     if (tile >= 0) {
       ptx::cp_async_wait_group<kStages - 2>();
-      __syncthreads();  // stage `tile` is there for all, and nobody reads the stage that is filled next
+      // Stage `tile` is there for all, and nobody reads the stage that is filled next.
+      if constexpr (kOwnRings) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
     }
     if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1, next_slot);
     if constexpr (kProgrammatic && kLeft >= 0) {
@@ -164,12 +176,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     ptx::cp_async_commit_group();
     next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
     if (tile < 0) continue;
-    const unsigned char* x_tile = shared + slot * kStageBytes;
+    const unsigned char* x_tile = memory + slot * kStageBytes;
     const unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
     slot = slot + 1 < kStages ? slot + 1 : 0;
     if constexpr (kSumPerStage) {
       Sums part = {};
-      add_stage(part, x_tile, w_tile, warp_k * kSteps, warp_column);
+      add_stage(part, x_tile, w_tile, kOwnRings ? 0 : warp_k * kSteps, warp_column);
 #pragma unroll
       for (int i = 0; i < kTilesM; ++i) {
 #pragma unroll
@@ -179,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
       }
     } else {
-      add_stage(sum, x_tile, w_tile, warp_k * kSteps, warp_column);
+      add_stage(sum, x_tile, w_tile, kOwnRings ? 0 : warp_k * kSteps, warp_column);
     }
   }
 

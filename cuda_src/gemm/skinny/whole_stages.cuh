@@ -11,7 +11,7 @@
 
 namespace cki::gemm {
 
-// Tiles of kRows rows of kChunks chunks, shared out over the threads as copy_tile does.
+// Tiles of kRows rows of kChunks chunks, shared out over the threads as copy_tile does: the block's, or a warp's.
 template <int kRows, int kChunks, Swizzle kSwizzle, int kThreads, class Element>
 class WholeStages {
  public:
@@ -19,6 +19,7 @@ class WholeStages {
   __device__ __forceinline__ WholeStages(const Element* first, i64 row_stride, i64 stage_step)
       : source_(first + (row() * row_stride + chunk() * kPerChunk)),
         target_(chunk_offset<kSwizzle, kChunks>(row(), chunk())),
+        next_target_(chunk_offset<kSwizzle, kChunks>(row() + kRowStep, chunk()) - kRowBytes),
         rows_step_(kRowStep * row_stride),
         stage_step_(stage_step) {}
 
@@ -29,7 +30,7 @@ class WholeStages {
     const Element* from = source_;
 #pragma unroll
     for (int i = 0; i < kRows / kRowStep; ++i) {
-      ptx::cp_async<16>(tile + target_ + i * (kRowStep * kChunks * 16), from);
+      ptx::cp_async<16>(tile + (kAlternate && i % 2 != 0 ? next_target_ : target_) + i * kRowBytes, from);
       from += rows_step_;
     }
   }
@@ -37,11 +38,17 @@ class WholeStages {
  private:
   static constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Element));
   static constexpr int kRowStep = kThreads / kChunks;
-  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) / kChunks; }
-  static __device__ __forceinline__ int chunk() { return static_cast<int>(threadIdx.x) % kChunks; }
+  static constexpr int kRowBytes = kRowStep * kChunks * 16;
+  static constexpr int kPeriod = kSwizzle == Swizzle::kRows8 ? 8 : 4;
+  static constexpr bool kAlternate = kRowStep % kPeriod != 0;  // rows of a thread have two permutations in turn
+  static_assert(2 * kRowStep % kPeriod == 0);
+  static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % kThreads; }
+  static __device__ __forceinline__ int row() { return thread() / kChunks; }
+  static __device__ __forceinline__ int chunk() { return thread() % kChunks; }
 
   const Element* source_;
   int target_;
+  int next_target_;  // kAlternate: of the second row, less the rows' distance
   i64 rows_step_;
   i64 stage_step_;
 };
