@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import cki
@@ -13,14 +12,9 @@ from cki import reference
 from cki.reference.attention import visible_keys
 from cki.reference.dropout import attention_keeps
 from tests.compare import assert_close
+from tests.ops.inputs import normal
 
-F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 TENSORS = ("bias", "mask", "sinks", "alibi_slopes", "dropout_seed", "dropout_offset")
-
-
-def normal(shape: tuple[int, ...], dtype: Any, seed: int, scale: float = 1.0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(dtype)
 
 
 def qkv(

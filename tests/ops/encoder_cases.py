@@ -10,7 +10,7 @@ import pytest
 import cki
 from cki.log import logger
 from tests.compare import assert_close
-from tests.ops.linear_cases import normal
+from tests.ops.inputs import normal
 from tests.ops.linear_cases import plain as plain_linear
 from tests.ops.norm_cases import plain as plain_norm
 

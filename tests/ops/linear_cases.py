@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cki.heuristics.linear import Tile
@@ -15,13 +15,15 @@ from cki.ops.linear import LINEAR, plan_linear
 from cki.plan import Plan
 from tests.ops.pointwise_cases import plain_activation
 
-F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
-
-
-def normal(shape: tuple[int, ...], dtype: Any, seed: int = 0, scale: float = 1.0) -> np.ndarray:
-    """Normal random numbers, rounded to dtype."""
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(dtype)
+#: How a weight of 24 rows may lie in an [80, 96] tensor.
+WEIGHT_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "columns of a wider tensor": lambda t: t[:24, 16:56],
+    "from an odd column on": lambda t: t[:24, 3:43],
+    "transposed": lambda t: t[:40, :24].T,
+    "transposed, from an odd column on": lambda t: t[:40, 5:29].T,
+    "both axes strided": lambda t: t[:48:2, :80:2],
+    "one column": lambda t: t[:24, 7:8],
+}
 
 
 def plain(

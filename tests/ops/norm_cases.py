@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import cki
@@ -13,16 +12,6 @@ from cki.heuristics.norm import RowConfig
 from cki.ops.call import call
 from cki.ops.norm import LAYER_NORM, RMS_NORM, plan_layer_norm, plan_rms_norm
 from cki.plan import Plan
-
-F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
-
-
-def normal(
-    shape: tuple[int, ...], dtype: Any, seed: int = 0, scale: float = 1.0, mean: float = 0.0
-) -> np.ndarray:
-    """Normal random numbers, rounded to dtype."""
-    return (np.random.default_rng(seed).standard_normal(shape) * scale + mean).astype(dtype)
 
 
 def plain(op: str, x: np.ndarray, weight: Any = None, bias: Any = None, **options: Any) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cki import reference
@@ -15,9 +14,9 @@ from cki.ops.paged import PAGED_ATTENTION, paged_attention, plan_problem
 from cki.plan import Plan
 from cki.reference.paged import dequantized, gathered
 from tests.compare import assert_close
-from tests.ops.attention_cases import normal, plain
+from tests.ops.attention_cases import plain
+from tests.ops.inputs import E4M3, normal
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 TENSORS = ("sinks", "alibi_slopes")
 
 

@@ -8,17 +8,8 @@ import pytest
 import cki
 from cki.heuristics.pointwise import ACTIVATIONS, LAYOUTS
 from tests.compare import assert_close
-from tests.ops.pointwise_cases import (
-    BF16,
-    DTYPES,
-    F16,
-    F32,
-    STRIDED,
-    WIDTHS,
-    normal,
-    plain_activation,
-    strided,
-)
+from tests.ops.inputs import BF16, DTYPES, F16, F32, STRIDED, normal, strided
+from tests.ops.pointwise_cases import WIDTHS, plain_activation
 from tests.orders import every_check, orders
 
 

@@ -7,7 +7,6 @@ import sys
 import types
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,10 +16,9 @@ from cki.errors import CkiError
 from cki.memory import PagedKVCache
 from cki.reference.paged import dequantized, quantize_e4m3
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, DTYPES, F16, F32, normal
+from tests.ops.inputs import BF16, DTYPES, E4M3, F16, F32, normal
 from tests.orders import every_check, orders
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 BLOCKS, BLOCK_SIZE = 5, 3
 
 

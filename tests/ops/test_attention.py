@@ -10,7 +10,8 @@ import pytest
 import cki
 from cki import reference
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, DTYPES, F16, F32, check, normal, plain, qkv
+from tests.ops.attention_cases import check, plain, qkv
+from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
 
 SIZES = [
     (1, 1), (2, 3), (3, 127), (31, 33), (33, 31), (63, 65), (64, 64), (65, 63), (65, 129), (127, 2), (129, 129),

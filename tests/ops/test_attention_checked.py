@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import cki
-from tests.ops.attention_cases import DTYPES, check, normal, qkv
+from tests.ops.attention_cases import check, qkv
+from tests.ops.inputs import DTYPES, normal
 from tests.orders import every_check, orders
 
 

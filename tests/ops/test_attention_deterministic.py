@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cki
-from tests.ops.attention_cases import DTYPES, check, qkv
+from tests.ops.attention_cases import check, qkv
+from tests.ops.inputs import DTYPES
 
 
 def run(device: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,8 @@ import cki
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.reference.dropout import attention_keeps, philox_4x32_10
 from tests.ops import varlen_cases
-from tests.ops.attention_cases import BF16, DTYPES, F16, F32, check, normal, qkv
+from tests.ops.attention_cases import check, qkv
+from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
 
 
 def counters(seed: int = 11, offset: int = 5, dtype: Any = np.int64) -> dict[str, np.ndarray]:

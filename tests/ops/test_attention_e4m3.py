@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -24,10 +23,9 @@ from cki.ops.call import call
 from cki.plan import Plan
 from cki.reference.attention import visible_keys
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, F16, F32, normal
+from tests.ops.inputs import BF16, E4M3, F16, F32, normal
 from tests.orders import every_check, orders
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 #: Two warpgroups that take turns, rings of two stages that are walked through often.
 SMALL = E4m3Tiles(2, 32)
 LAZY = E4m3Tiles(2, 32, lazy=True)

@@ -16,7 +16,8 @@ from cki.ops.attention_hopper import workspace_of
 from cki.ops.call import call
 from cki.plan import Plan
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, DTYPES, F16, F32, normal, plain, qkv
+from tests.ops.attention_cases import plain, qkv
+from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
 from tests.orders import every_check, orders
 
 #: Small tiles: two warpgroups that take turns, rings that are walked through often.

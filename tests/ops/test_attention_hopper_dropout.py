@@ -18,7 +18,8 @@ from cki.ops.call import call
 from cki.plan import Plan
 from cki.reference.dropout import attention_keeps
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, F16, plain, qkv
+from tests.ops.attention_cases import plain, qkv
+from tests.ops.inputs import BF16, F16
 from tests.orders import every_check, orders
 
 SMALL = HopperTiles(2, 32)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cki
-from tests.ops.attention_cases import F16, qkv
+from tests.ops.attention_cases import qkv
+from tests.ops.inputs import F16
 from tests.ops.test_attention_hopper import check
 
 #: More than 2^31 elements from the first of three to the last.

@@ -18,7 +18,7 @@ from cki.ops.call import call
 from cki.plan import Plan
 from tests.compare import assert_close
 from tests.ops import varlen_cases
-from tests.ops.attention_cases import BF16, DTYPES, F16
+from tests.ops.inputs import BF16, DTYPES, F16
 from tests.ops.varlen_cases import chunked, offsets, packed, plain_varlen, sequences_of
 from tests.orders import every_check, orders
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from cki.heuristics.attention_hopper import HopperTiles
-from tests.ops.attention_cases import BF16, DTYPES, F16, normal, qkv
+from tests.ops.attention_cases import qkv
+from tests.ops.inputs import BF16, DTYPES, F16, normal
 from tests.ops.test_attention_hopper import check, hopper
 from tests.orders import every_check, orders
 

@@ -8,8 +8,8 @@ import pytest
 import cki
 from cki import reference
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, DTYPES, F16, normal, plain
-from tests.ops.paged_cases import E4M3
+from tests.ops.attention_cases import plain
+from tests.ops.inputs import BF16, DTYPES, E4M3, F16, normal
 
 
 def check_decode(device, q, k, v, lengths, **options):

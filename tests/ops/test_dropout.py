@@ -8,7 +8,8 @@ import pytest
 import cki
 from cki.reference.dropout import dropout_keeps
 from tests.compare import assert_close
-from tests.ops.pointwise_cases import BF16, DTYPES, F16, F32, STRIDED, WIDTHS, normal, strided
+from tests.ops.inputs import BF16, DTYPES, F16, F32, STRIDED, normal, strided
+from tests.ops.pointwise_cases import WIDTHS
 from tests.orders import every_check, orders
 
 

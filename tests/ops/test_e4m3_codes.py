@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 import cki
-
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+from tests.ops.inputs import E4M3
 
 
 def test_codes_become_f16_by_bits_where_there_is_no_instruction(device):

@@ -9,7 +9,7 @@ import cki
 import cki.reference
 from cki.errors import InvalidArgumentError, UnsupportedError
 from tests.compare import assert_close
-from tests.ops.norm_cases import BF16, DTYPES, F32, normal
+from tests.ops.inputs import BF16, DTYPES, F32, normal
 from tests.orders import every_check, orders
 from tests.refusals import error_of
 

@@ -20,7 +20,7 @@ from cki.ops.encoder_stack import ENCODER_LAYERS
 from cki.ops.spec import Problem
 from tests.compare import assert_close
 from tests.ops.encoder_cases import Layer, input_of, launches, on, plain_layer
-from tests.ops.linear_cases import BF16, F16
+from tests.ops.inputs import BF16, F16
 
 __all__ = ["launches"]  # a fixture
 

@@ -17,7 +17,7 @@ from tests.ops.encoder_cases import (
     plain_block,
     plain_layer,
 )
-from tests.ops.linear_cases import DTYPES, F16, normal
+from tests.ops.inputs import DTYPES, F16, normal
 
 __all__ = ["launches"]  # a fixture
 

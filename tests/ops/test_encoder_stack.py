@@ -9,7 +9,7 @@ import cki
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from tests.compare import assert_close
 from tests.ops.encoder_cases import ORDERS, Layer, input_of, launches, on, plain_layer
-from tests.ops.linear_cases import F16, F32, normal
+from tests.ops.inputs import F16, F32, normal
 from tests.ops.norm_cases import plain as plain_norm
 
 __all__ = ["launches"]  # a fixture

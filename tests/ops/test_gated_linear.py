@@ -19,7 +19,8 @@ from cki.operand import dense
 from cki.ops.call import call
 from cki.ops.gated_linear import GATED_LINEAR, plan_gated_linear
 from tests.compare import assert_close
-from tests.ops.linear_cases import BF16, F16, F32, normal, plain
+from tests.ops.inputs import BF16, F16, F32, normal
+from tests.ops.linear_cases import plain
 
 H200 = sim_device("sm_90a")
 #: In turn, shared by rows, and blocks that bring gates and ups for each other.

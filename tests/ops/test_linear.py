@@ -8,7 +8,8 @@ import pytest
 import cki
 from cki.heuristics.linear import TILES_16BIT, TILES_FP32
 from tests.compare import assert_close
-from tests.ops.linear_cases import BF16, DTYPES, F16, F32, linear_with_tile, normal, plain
+from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
+from tests.ops.linear_cases import WEIGHT_VIEWS, linear_with_tile, plain
 
 LAYOUTS = ("in_out", "out_in")
 #: M, N, K, each of the awkward extents on every axis.
@@ -162,15 +163,7 @@ def test_more_row_axes_than_a_launch_indexes(device):
 def test_strided_weight(device, dtype):
     x = normal((5, 24), DTYPES[dtype], 1)
     wide = normal((80, 96), DTYPES[dtype], 2, scale=0.2)
-    views = {
-        "columns of a wider tensor": lambda t: t[:24, 16:56],
-        "from an odd column on": lambda t: t[:24, 3:43],
-        "transposed": lambda t: t[:40, :24].T,
-        "transposed, from an odd column on": lambda t: t[:40, 5:29].T,
-        "both axes strided": lambda t: t[:48:2, :80:2],
-        "one column": lambda t: t[:24, 7:8],
-    }
-    for what, view in views.items():
+    for what, view in WEIGHT_VIEWS.items():
         w = view(wide)
         y = cki.linear(device.array(x), view(device.array(wide)))
         assert_close(device.numpy(y), cki.reference.linear(x, w), plain(x, w), what)

@@ -8,7 +8,8 @@ import pytest
 import cki
 from cki.heuristics.linear import TILES_16BIT, TILES_FP32, Tile
 from tests.compare import assert_close
-from tests.ops.linear_cases import F16, F32, linear_with_tile, normal, plain
+from tests.ops.inputs import F16, F32, normal
+from tests.ops.linear_cases import linear_with_tile, plain
 from tests.orders import seeds_of
 
 #: Rings of two and three stages in a small tile, and one whose warps split rows and columns.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,9 +21,8 @@ from cki.operand import dense
 from cki.ops.linear_decode import Norm, plan_linear_decode
 from cki.plan import Plan
 from tests.compare import assert_close
+from tests.ops.inputs import BF16, F16, F32
 from tests.ops.token_cases import EPSILON, definition
-
-F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,10 +19,8 @@ from cki.ops.call import call
 from cki.ops.linear_fp8 import LINEAR_FP8, plan_linear_fp8
 from cki.plan import Plan
 from tests.compare import assert_close
-from tests.ops.linear_cases import BF16, F16, F32, normal
+from tests.ops.inputs import BF16, E4M3, F16, F32, normal
 from tests.orders import every_check
-
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @pytest.fixture

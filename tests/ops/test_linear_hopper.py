@@ -16,7 +16,8 @@ from cki.ops.call import call
 from cki.ops.linear import LINEAR, plan_linear
 from cki.plan import Plan
 from tests.compare import assert_close
-from tests.ops.linear_cases import BF16, DTYPES, F16, F32, normal, plain
+from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
+from tests.ops.linear_cases import plain
 from tests.orders import every_check, orders
 
 #: The smallest tiles, with the shallowest ring: taken in turn, and shared.

@@ -23,7 +23,8 @@ from cki.ops.linear_hopper import RowNorm
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec
 from cki.plan import Plan
 from tests.compare import assert_close
-from tests.ops.linear_cases import BF16, F16, normal, plain
+from tests.ops.inputs import BF16, F16, normal
+from tests.ops.linear_cases import plain
 
 TURNS, SHARED, TALL = HopperTile(64, 64, 2, True), HopperTile(128, 64, 2), HopperTile(128, 128, 2, True)
 SPARE_TURNS, SPARE_TALL = (dataclasses.replace(tile, spare_warps=True) for tile in (TURNS, TALL))

@@ -13,7 +13,8 @@ from cki.errors import UnsupportedError
 from cki.heuristics.linear_skinny import CANDIDATES, SkinnyTile, fits, preferred_tile
 from tests.compare import assert_close
 from tests.ops.few_rows_cases import FEW, LAYOUTS, PAIR, check, weight
-from tests.ops.linear_cases import BF16, DTYPES, F16, F32, linear_with_tile, normal, plain
+from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
+from tests.ops.linear_cases import WEIGHT_VIEWS, linear_with_tile, plain
 
 SMALL = pytest.mark.parametrize("tile", FEW, ids=str)
 
@@ -69,15 +70,7 @@ def test_strided_x(device, tile):
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_strided_weight(device, dtype):
     x, wide = normal((5, 24), DTYPES[dtype], 1), normal((80, 96), DTYPES[dtype], 2, scale=0.2)
-    views = {
-        "columns of a wider tensor": lambda t: t[:24, 16:56],
-        "from an odd column on": lambda t: t[:24, 3:43],
-        "transposed": lambda t: t[:40, :24].T,
-        "transposed, from an odd column on": lambda t: t[:40, 5:29].T,
-        "both axes strided": lambda t: t[:48:2, :80:2],
-        "one column": lambda t: t[:24, 7:8],
-    }
-    for what, view in views.items():
+    for what, view in WEIGHT_VIEWS.items():
         w = view(wide)
         y = linear_with_tile(PAIR, device.array(x), view(device.array(wide)))
         assert_close(device.numpy(y), cki.reference.linear(x, w), plain(x, w), what)

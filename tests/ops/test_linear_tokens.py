@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,9 +19,8 @@ from cki.operand import dense
 from cki.ops.linear_decode import Norm
 from cki.ops.linear_tokens import plan_linear_tokens
 from tests.compare import assert_close
+from tests.ops.inputs import BF16, F32
 from tests.ops.token_cases import EPSILON, definition
-
-F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)

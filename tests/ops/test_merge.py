@@ -8,7 +8,7 @@ import pytest
 import cki
 from cki import reference
 from tests.compare import assert_close
-from tests.ops.attention_cases import DTYPES, normal
+from tests.ops.inputs import DTYPES, normal
 from tests.orders import every_check, orders
 
 

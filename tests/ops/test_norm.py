@@ -9,7 +9,8 @@ import pytest
 
 import cki
 from tests.compare import assert_close
-from tests.ops.norm_cases import BF16, DTYPES, F16, F32, normal, plain, truth
+from tests.ops.inputs import BF16, DTYPES, F16, F32, STRIDED, normal, strided
+from tests.ops.norm_cases import plain, truth
 
 WIDTHS = (1, 2, 3, 31, 33, 63, 65, 127, 129, 384, 1000, 1024, 4096, 4097, 20000)
 FEW_WIDTHS = (2, 33, 384, 4097)
@@ -149,29 +150,13 @@ def test_values_that_are_not_finite_stay_in_their_row(device):
         assert list(finite) == [True, False, False, True]
 
 
-def _strided(name: str, base: Any) -> Any:
-    """A [6, 4, width] view of an [8, 8, 2 * width + 8] array."""
-    width = (base.shape[-1] - 8) // 2
-    return {
-        "padded rows": lambda: base[:6, :4, :width],
-        "odd start": lambda: base[1:7, :4, 1 : width + 1],
-        "half-aligned start": lambda: base[1:7, :4, 4 : width + 4],
-        "permuted": lambda: base.transpose(1, 0, 2)[:6, :4, :width],
-        "every other row": lambda: base[:6, ::2, :width],
-        "stepped last axis": lambda: base[:6, :4, : 2 * width : 2],
-    }[name]()
-
-
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize(
-    "layout",
-    ["padded rows", "odd start", "half-aligned start", "permuted", "every other row", "stepped last axis"],
-)
+@pytest.mark.parametrize("layout", STRIDED)
 def test_strides_and_alignment(device, op, layout):
     base = normal((8, 8, 2 * 48 + 8), BF16, 1)
     weight = normal((48,), BF16, 2)
-    x = _strided(layout, base)
-    y = apply(op, _strided(layout, device.array(base)), device.array(weight))
+    x = strided(layout, base)
+    y = apply(op, strided(layout, device.array(base)), device.array(weight))
     assert_close(device.numpy(y), truth(op, x, weight), plain(op, x, weight), layout)
 
 

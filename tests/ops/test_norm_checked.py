@@ -8,7 +8,8 @@ import pytest
 from cki.device import sim_device
 from cki.heuristics.norm import RowConfig, RowShape, candidates
 from tests.compare import assert_close
-from tests.ops.norm_cases import BF16, DTYPES, normal, plain, run_configured, truth
+from tests.ops.inputs import BF16, DTYPES, normal
+from tests.ops.norm_cases import plain, run_configured, truth
 from tests.orders import every_check, orders
 
 # Configurations that reach each path with few threads: (name, configuration, rows, width).

@@ -7,7 +7,7 @@ import pytest
 
 import cki
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
-from tests.ops.pointwise_cases import BF16, DTYPES, E4M3, F16, F32, STRIDED, normal, strided
+from tests.ops.inputs import BF16, DTYPES, E4M3, F16, F32, STRIDED, normal, strided
 from tests.orders import every_check, orders
 
 OPS = ("rms_norm_quantize", "layer_norm_quantize")

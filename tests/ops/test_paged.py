@@ -14,8 +14,9 @@ from cki.memory import PagedKVCache
 from cki.ops.call import call
 from cki.ops.paged import PAGED_ATTENTION, plan_paged_attention
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, DTYPES, F16, normal, plain
-from tests.ops.paged_cases import E4M3, check_paged, configured, paged_cache, plain_paged
+from tests.ops.attention_cases import plain
+from tests.ops.inputs import BF16, DTYPES, E4M3, F16, normal
+from tests.ops.paged_cases import check_paged, configured, paged_cache, plain_paged
 
 
 def queries(batch, count, heads, dim, dtype, seed=77):

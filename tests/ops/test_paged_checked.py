@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ops.attention_cases import BF16, F16, F32, normal
-from tests.ops.paged_cases import E4M3, check_paged, configured, paged_cache
+from tests.ops.inputs import BF16, E4M3, F16, F32, normal
+from tests.ops.paged_cases import check_paged, configured, paged_cache
 from tests.orders import every_check, orders
 
 

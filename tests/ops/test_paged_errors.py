@@ -9,8 +9,8 @@ import cki
 from cki import reference
 from cki.errors import InvalidArgumentError
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, F16, F32, normal
-from tests.ops.paged_cases import E4M3, paged_cache, plain_paged
+from tests.ops.inputs import BF16, E4M3, F16, F32, normal
+from tests.ops.paged_cases import paged_cache, plain_paged
 from tests.refusals import error_of
 
 

@@ -7,17 +7,8 @@ import pytest
 
 import cki
 from cki.errors import UnsupportedError
-from tests.ops.pointwise_cases import (
-    BF16,
-    DTYPES,
-    E4M3,
-    F16,
-    F32,
-    STRIDED,
-    WIDTHS,
-    normal,
-    strided,
-)
+from tests.ops.inputs import BF16, DTYPES, E4M3, F16, F32, STRIDED, normal, strided
+from tests.ops.pointwise_cases import WIDTHS
 from tests.orders import every_check, orders
 
 GRANULARITIES = ("row", "block128")

@@ -13,7 +13,7 @@ import cki.sim
 from cki import reference
 from cki.memory import PagedKVCache
 from tests.compare import assert_close
-from tests.ops.attention_cases import BF16, DTYPES, F16, F32, normal
+from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
 from tests.ops.varlen_cases import check, chunked, offsets, packed, plain_varlen, run, sequences_of
 
 LENGTHS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ops.attention_cases import DTYPES
+from tests.ops.inputs import DTYPES
 from tests.ops.varlen_cases import check, chunked, packed, run
 from tests.orders import every_check, orders
 

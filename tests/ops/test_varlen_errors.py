@@ -9,7 +9,7 @@ import pytest
 
 import cki
 from cki.errors import InvalidArgumentError, InvalidTypeError
-from tests.ops.attention_cases import F16
+from tests.ops.inputs import F16
 from tests.ops.varlen_cases import chunked, offsets, packed
 from tests.refusals import error_of
 

@@ -10,7 +10,8 @@ import cki
 from cki import reference
 from cki.reference.paged import gathered
 from tests.compare import assert_close
-from tests.ops.attention_cases import normal, plain
+from tests.ops.attention_cases import plain
+from tests.ops.inputs import normal
 from tests.ops.paged_cases import paged_cache
 
 TENSORS = (
