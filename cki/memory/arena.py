@@ -96,7 +96,7 @@ class HostArena(Arena):
     def __init__(self, nbytes: int) -> None:
         try:
             raw = np.empty(nbytes + self.granularity, np.uint8)
-        except MemoryError as error:
+        except (MemoryError, ValueError) as error:  # ValueError: more than an array can be long
             raise OutOfBlocksError(f"no {nbytes} bytes of host memory", needed=nbytes) from error
         start = -raw.ctypes.data % self.granularity
         self._bytes = raw[start : start + nbytes]
@@ -127,6 +127,10 @@ def _done(result: tuple[Any, ...], what: str) -> Any:
     if int(result[0]) != 0:
         raise DeviceError(f"{what}: {driver.error_text(result[0])}")
     return result[1] if len(result) == 2 else None
+
+
+#: An arena's addresses are 64-bit numbers.
+_MOST_BYTES = 2**63 - 1
 
 
 def _out_of_memory(nbytes: int, index: int) -> OutOfBlocksError:
@@ -193,6 +197,8 @@ class CudaArena(Arena):
     def _allocate(self, nbytes: int, index: int) -> int:
         api = driver.api()
         with driver.on_device(index):
+            if nbytes > _MOST_BYTES:
+                raise _out_of_memory(nbytes, index)
             status, address = api.cuMemAlloc(nbytes)
             if status == api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 raise _out_of_memory(nbytes, index)
@@ -253,6 +259,8 @@ class VirtualArena(CudaArena):
     def _allocate(self, nbytes: int, index: int) -> int:
         api = driver.api()
         with driver.on_device(index):
+            if nbytes > _MOST_BYTES:
+                raise _out_of_memory(nbytes, index)
             base = int(
                 _done(api.cuMemAddressReserve(nbytes, 0, 0, 0), f"reserving {nbytes} bytes of addresses")
             )

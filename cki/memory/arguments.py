@@ -78,8 +78,8 @@ def check(
         problems.append("one of num_blocks and bytes is needed, not both")
     if nbytes is not None and (not is_integer(nbytes) or nbytes < 1):
         problems.append(f"bytes={nbytes!r} is not a positive integer")
-    if window_left is not None and not (is_integer(window_left) and window_left >= 0):
-        problems.append(f"window_left={window_left!r} is not an integer from 0 on")
+    if window_left is not None and not (is_integer(window_left) and 0 <= window_left < 2**31):
+        problems.append(f"window_left={window_left!r} is not an integer from 0 to 2^31 - 1")
     scales = _static_scales(static_scales, (num_layers, num_kv_heads), problems)
     if static_scales is not None and element is not dtypes.e4m3:
         problems.append(f"static_scales belong to dtype e4m3, not {element}")
@@ -124,7 +124,7 @@ def _static_scales(
         return None
     try:
         keys, values = (np.broadcast_to(np.asarray(part, np.float32), shape).copy() for part in scales)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: torch's, of tensors that require grad
         problems.append(
             f"static_scales are not (of keys, of values), each [num_layers, num_kv_heads] = {shape}"
         )

@@ -21,11 +21,17 @@ from cki.memory.checks import is_integer
 Salt: TypeAlias = "str | bytes | int | Sequence[Salt] | None"
 
 _DIGEST_BYTES = 16
+_SALT = "a str, bytes, an int, or a tuple of them"
 
 
 def first_digest(salt: Salt) -> bytes:
     """What the chain of a sequence begins with.  InvalidTypeError for a salt that is no Salt."""
-    return b"" if salt is None else _digest(_plain(salt).encode())
+    if salt is None:
+        return b""
+    try:
+        return _digest(_plain(salt).encode())
+    except RecursionError:
+        raise InvalidTypeError("salt: a sequence within sequences without end", hint=_SALT) from None
 
 
 def prefix_digests(ids: np.ndarray, block_size: int, first: bytes) -> list[bytes]:
@@ -82,4 +88,4 @@ def _plain(salt: Salt) -> str:
         return str(int(salt))  # type: ignore[arg-type]
     if isinstance(salt, (tuple, list)):
         return f"({','.join(map(_plain, salt))})"
-    raise InvalidTypeError(f"salt: {type(salt).__name__}", hint="a str, bytes, an int, or a tuple of them")
+    raise InvalidTypeError(f"salt: {type(salt).__name__}", hint=_SALT)

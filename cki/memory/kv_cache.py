@@ -242,7 +242,8 @@ class PagedKVCache:
 
         tokens: ids of all tokens that it holds: a later prompt can share them (the next turn of a conversation).
         """
-        freed = self._allocator.free(sequence, None if sequence in self._lost else tokens)
+        is_lost = is_integer(sequence) and sequence in self._lost
+        freed = self._allocator.free(sequence, None if is_lost else tokens)
         self._lost.discard(sequence)
         return freed
 
@@ -308,9 +309,7 @@ class PagedKVCache:
             self._allocator.release_rows_before(rows, first_seen)
         longest = int(lengths.max(initial=0))
         views = self._tables.of_step(len(rows), total)
-        return Step(
-            num_sequences=len(rows), num_tokens=total, max_seq_len=longest, copies=copies, **views
-        )  # fmt: skip
+        return Step(num_sequences=len(rows), num_tokens=total, max_seq_len=longest, copies=copies, **views)
 
     def extend_step(self, sequences: Sequences, *, stream: Any = None) -> None:
         """Room for one more token of each sequence of the last step, whose tables the device itself advances.
@@ -360,7 +359,7 @@ class PagedKVCache:
         self._step_ids = ids
 
     def _refuse_lost(self, ids: Iterable[int]) -> None:
-        lost = sorted(self._lost.intersection(ids))
+        lost = sorted(self._lost.intersection(filter(is_integer, ids)))
         if lost:
             raise InvalidArgumentError(
                 f"sequences {lost} lost a block when the device refused its copy in an earlier step",

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import cki
-from cki.errors import CkiError, InvalidArgumentError, OutOfBlocksError, UnsupportedError
+from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, OutOfBlocksError, UnsupportedError
 from cki.memory import PagedKVCache
 from tests.conftest import DeviceUnderTest
 
@@ -426,13 +426,15 @@ def test_every_broken_rule_is_named() -> None:
         ({"num_blocks": None}, "one of num_blocks and bytes"),
         ({"num_blocks": None, "bytes": 100}, "bytes=100 is 0 blocks of 960 bytes each"),
         ({"max_num_blocks": 15}, "max_num_blocks=15 is below the 16 blocks"),
-        ({"window_left": -1}, "window_left=-1 is not an integer from 0 on"),
+        ({"window_left": -1}, "window_left=-1 is not an integer from 0 to"),
+        ({"window_left": 2**70}, "window_left=1180591620717411303424 is not an integer from 0 to"),
         ({"dtype": object()}, "is none of f16, bf16, f32, e4m3"),
         ({"static_scales": (1.0, 1.0)}, "static_scales belong to dtype e4m3, not f32"),
         (
             {"dtype": "e4m3", "static_scales": ([1.0, 2.0, 3.0], 1.0)},
             r"\[num_layers, num_kv_heads\] = \(3, 2\)",
         ),
+        ({"dtype": "e4m3", "static_scales": (torch.ones(1, requires_grad=True), 1.0)}, "static_scales are not"),
         ({"dtype": "e4m3", "static_scales": (1.0, 0.0)}, "of values are not all positive"),
         ({"dtype": "e4m3", "static_scales": (float("nan"), 1.0)}, "of keys are not all positive"),
         ({"max_blocks_per_sequence": 2**29}, "do not fit 32-bit lengths"),
@@ -444,6 +446,28 @@ def test_every_broken_rule_is_named() -> None:
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         small(**options)
+
+
+def test_sizes_beyond_every_memory() -> None:
+    with pytest.raises(OutOfBlocksError, match="bytes of host memory"):
+        small(num_kv_heads=2**31 - 1, head_dim=2**31 - 1, max_blocks_per_sequence=1)
+
+
+@pytest.mark.parametrize("sequence", [[0], {}, np.array([0]), np.array(0)], ids=repr)
+def test_what_has_no_hash_is_no_sequence(sequence: Any) -> None:
+    cache = small()
+    cache.allocate_sequence()
+    for call in (cache.free_sequence, cache.fork):
+        with pytest.raises(InvalidArgumentError, match="was never created"):
+            call(sequence)
+    assert cache.length(0) == 0
+
+
+def test_salts_without_end() -> None:
+    salt: list[Any] = []
+    salt.append(salt)
+    with pytest.raises(InvalidTypeError, match="salt: a sequence within sequences without end"):
+        small().allocate_sequence([1], salt=salt)
 
 
 def test_bad_steps() -> None:
