@@ -79,13 +79,14 @@ class TensorFlowAdapter(IndirectAdapter):
             )
         return problems
 
+    def is_symbolic(self, tensor: Any) -> bool:
+        return not tf_ops.is_eager(as_tensor_or_variable(tensor))
+
     def view(self, tensor: Any) -> TensorView:
         if type(tensor) is TensorView:
             return tensor
         if tf.as_dtype(tensor.dtype) not in DLPACK_TYPES:
             raise InvalidTypeError(f"TensorFlow dtype {tf.as_dtype(tensor.dtype).name} cannot pass")
-        if not tf_ops.is_eager(as_tensor_or_variable(tensor)):  # CKI_VALIDATE=1 would read values
-            raise InvalidTypeError("values were asked for of a symbolic tensor", self.check(tensor))
         concrete = _concrete(tensor)
         view = from_capsule(tf.experimental.dlpack.to_dlpack(concrete), concrete)
         view.readonly = True

@@ -46,6 +46,10 @@ _current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_grad_enabled = torch.is_grad_enabled
 #: None outside torch.jit.trace.  torch.jit.is_tracing asks it, and takes twice the time.
 _tracing_state = torch._C._get_tracing_state
+# Zero but inside modes that see every operator: what traces, counts, or stands in for tensors without data.
+_num_modes = torch._C._len_torch_dispatch_stack
+_MODE_KEYS = torch._C._TorchDispatchModeKey
+_TRACING_MODES = (_MODE_KEYS.FAKE, _MODE_KEYS.PROXY, _MODE_KEYS.FUNCTIONAL)
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
@@ -114,12 +118,15 @@ class TorchAdapter(Adapter):
         constants = {
             "shape": tensor.shape, "dtype": tensor.dtype, "device": tensor.get_device(), "strides": tensor.stride(),
             "cls": type(tensor), "records": _is_grad_enabled, "forward": forward_ad, "tracing": _tracing_state,
+            "modes": _num_modes,
         }  # fmt: skip
         # Sparse tensors and those of torch.func have no address and raise RuntimeError.
         errors = (AttributeError, RuntimeError)
-        # Inside a level of forward-mode differentiation the key tells which tensors carry a tangent; torch.jit.trace
-        # would not see the call (`require_callable`).
-        everywhere = "" if trusted else "{forward}._current_level < 0 and {tracing}() is None"
+        # Inside a level of forward-mode differentiation the key tells which tensors carry a tangent; a trace would not
+        # see the call (`require_callable`).
+        everywhere = (
+            "" if trusted else "{forward}._current_level < 0 and {tracing}() is None and not {modes}()"
+        )
         return Guard("{t}.data_ptr()", tuple(conditions), constants, errors, everywhere)
 
     def likeness(self, examples: Sequence[torch.Tensor]) -> Likeness | None:
@@ -183,10 +190,14 @@ class TorchAdapter(Adapter):
             )
         return problems
 
+    def here(self) -> Adapter:
+        return _TRACED if _num_modes() and _tracing_mode() else self
+
     def require_callable(self, operation: str) -> None:
-        if _tracing_state() is not None:
+        around = "torch.jit.trace" if _tracing_state() is not None else _num_modes() and _tracing_mode()
+        if around:
             raise UnsupportedError(
-                f"{operation} inside torch.jit.trace, which would not see the call",
+                f"{operation} inside {around}, which would not see the call",
                 hint="torch.export or torch.compile, which follow it; or the operator "
                 f"torch.ops.cki.{operation} of cki.adapters.torch_ops, which any trace records",
             )
@@ -259,6 +270,12 @@ class TracedAdapter(TorchAdapter):
 
     direct = False
 
+    def here(self) -> Adapter:
+        return self
+
+    def is_symbolic(self, tensor: torch.Tensor) -> bool:
+        return True
+
     def own_call(
         self,
         spec: OpSpec,
@@ -301,6 +318,12 @@ def _to_torch(dtype: DType) -> torch.dtype:
         return _TO_TORCH[dtype.name]
     except KeyError:
         raise InvalidTypeError(f"PyTorch {torch.__version__} has no dtype for {dtype}") from None
+
+
+def _tracing_mode() -> str:
+    """The mode around us that would not see a call, or gives outputs without data; empty for none."""
+    modes = (torch._C._get_dispatch_mode(key) for key in _TRACING_MODES)
+    return next((type(mode).__name__ for mode in modes if mode is not None), "")
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from cki.ops.bind import attribute_values
 from cki.ops.call import PlanRequest, call
 from cki.ops.spec import Attribute, Input, OpSpec, Problem
 from cki.ops.table import public_specs
+from cki.ops.validate import readers
 
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
 # A number that stands for "required" in the encoder's operations.
@@ -207,6 +208,16 @@ _OUTSIDE = (
 _outside_graphs = torch.compiler.disable(_call_outside_graphs, reason=_OUTSIDE)
 
 
+def _call(validate: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    validate(*args, **kwargs)
+
+
+# The same for what CKI_VALIDATE=1 looks at.
+validate_outside_graphs = torch.compiler.disable(
+    _call, reason="CKI_VALIDATE=1 reads values, which a program has only when it runs"
+)
+
+
 def _leave_alone(function: Callable[..., Any]) -> None:
     """Where a trace ends at an operation's call, Python makes it: torch.compile is to look for no graphs in there.
 
@@ -218,7 +229,8 @@ def _leave_alone(function: Callable[..., Any]) -> None:
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
-_leave_alone(call)
+for _function in (call, *readers):
+    _leave_alone(_function)
 
 
 # Of what writes into its inputs (`append_kv`): for each output the input that it may be written over, and so is like.

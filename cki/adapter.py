@@ -137,6 +137,15 @@ class Adapter(ABC):
         """
         return NotImplemented
 
+    def here(self) -> Adapter:
+        """The adapter that serves this one's tensors where the caller is: inside a trace, which must see calls of
+        tensors with data too, another one."""
+        return self
+
+    def is_symbolic(self, tensor: Any) -> bool:
+        """Whether a tensor stands for one of a program that is being traced, and has no values yet."""
+        return False
+
     def require_callable(self, operation: str) -> None:  # noqa: B027
         """Raise UnsupportedError where a call would go unseen by the trace around it.  Asked by every call that is not
         recognised (`cki.ops.match`)."""
@@ -216,10 +225,13 @@ def type_name(cls: type) -> str:
 
 
 def common_adapter(names: Sequence[str], tensors: Sequence[Any]) -> Adapter:
-    """The one adapter of all tensors (None is skipped).  Raises `InvalidTypeError` when frameworks are mixed."""
+    """The one adapter of all tensors (None is skipped).  Raises `InvalidTypeError` when frameworks are mixed.
+
+    Beside tensors without data, by which a framework traces, those with data are constants of the trace.
+    """
     found = [(name, adapter_of(t, name)) for name, t in zip(names, tensors) if t is not None]
-    adapter = found[0][1]
-    if any(other is not adapter for _, other in found):
+    adapter = next((other for _, other in found if not other.direct), found[0][1])
+    if any(other.name != adapter.name for _, other in found):
         listed = ", ".join(f"{name} is of {other.name}" for name, other in found)
         raise InvalidTypeError(
             f"tensors of different frameworks in one call: {listed}",

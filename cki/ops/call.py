@@ -17,8 +17,9 @@ import weakref
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-from cki.adapter import BY_TYPE, Adapter, common_adapter, require_valid, stream_handle
+from cki.adapter import BY_TYPE, Adapter, common_adapter, require_valid, stream_handle, type_name
 from cki.device import _current
+from cki.errors import InvalidTypeError
 from cki.ops.bind import bind, out_arguments, require_inputs
 from cki.ops.entry import Entry
 from cki.ops.match import Recognition
@@ -82,8 +83,8 @@ def call(
         raise Planned(spec, inputs, attributes, outs)
     tensors = inputs + outs
     adapter = BY_TYPE.get(type(inputs[0]))
-    if adapter is None or not adapter.direct:
-        adapter = common_adapter_of(spec, inputs, outs)
+    if adapter is None or not (adapter := adapter.here()).direct:
+        adapter = common_adapter_of(spec, inputs, outs).here()
     if not adapter.direct:
         result = adapter.own_call(spec, inputs, attributes, outs, stream)
         if result is not NotImplemented:
@@ -189,10 +190,16 @@ def find_entry(
         if tensor is None:
             key.append(None)
             continue
-        if type(tensor) is not first and BY_TYPE.get(type(tensor)) is not adapter:
-            common_adapter(
-                tensor_names(spec), tensors
-            )  # raises, unless this is a subclass seen the first time
+        # `common_adapter` raises, unless this is a subclass seen the first time, or one of a trace, outside of it.
+        if (
+            type(tensor) is not first
+            and BY_TYPE.get(type(tensor)) is not adapter
+            and common_adapter(tensor_names(spec), tensors) is not adapter
+        ):
+            raise InvalidTypeError(
+                f"{spec.name}: tensors with data beside one of a trace ({type_name(type(tensor))})",
+                hint="such calls inside the trace that made it",
+            )
         pointer, tensor_key = signature(tensor)
         pointers.append(pointer)
         key.append(tensor_key)

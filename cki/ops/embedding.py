@@ -17,7 +17,7 @@ from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
-from cki.ops.validate import host_values, shape_of
+from cki.ops.validate import host_values, reads_values, shape_of
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 
 _FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
@@ -63,6 +63,7 @@ def mean_pool(x: Any, mask: Any, *, normalize: bool = True, out: Any = None, str
     return call(MEAN_POOL, (x, mask), (normalize,), (out,), stream)
 
 
+@reads_values
 def validate_ids(
     token_ids: Any, word_table: Any, position_table: Any, token_type_ids: Any, type_table: Any, positions: Any
 ) -> None:

@@ -129,7 +129,7 @@ def encoder_layer(
 
 def validate_sequences(x: Any, cu_seqlens: Any) -> None:
     """CKI_VALIDATE=1 looks at the offsets of packed sequences."""
-    if cu_seqlens is not None and shape_of(x) and config.flag("CKI_VALIDATE"):
+    if cu_seqlens is not None and config.flag("CKI_VALIDATE") and shape_of(x):
         validate_offsets(cu_seqlens, int(x.shape[0]))
 
 

@@ -14,7 +14,7 @@ from cki.dtypes import DType
 from cki.errors import InvalidArgumentError
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
-from cki.ops.validate import host_values
+from cki.ops.validate import host_values, reads_values
 from cki.plan import ArgumentValue, NullPointer, Step
 
 #: Element types of a mask [batch, seq] and of lengths [batch].
@@ -63,6 +63,7 @@ def plan_token_positions(
     return (Step(kernel, (blocks, 1, 1), (_THREADS, 1, 1), arguments, reason=reason),)
 
 
+@reads_values
 def validate_offsets(cu_seqlens: Any, tokens: int, longest: int | None = None) -> None:
     """Raise InvalidArgumentError for offsets of packed sequences that fall, lie outside 0..tokens, or leave a sequence
     of more than `longest` tokens, after waiting for the device."""

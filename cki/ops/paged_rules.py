@@ -12,7 +12,7 @@ from cki.operand import Operand
 from cki.ops.attention_rules import check_scale, check_softcap
 from cki.ops.cache_arguments import CACHE_DTYPES, check_cache
 from cki.ops.spec import Problem
-from cki.ops.validate import block_problems, host_values, shape_of
+from cki.ops.validate import block_problems, host_values, reads_values, shape_of
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES = 16
@@ -33,6 +33,7 @@ def counters_needed(q: Operand) -> int:
     return q.shape[0] * q.shape[1] * q.shape[2]
 
 
+@reads_values
 def validate_paged(q: Any, k_cache: Any, block_table: Any, seq_lens: Any, window: Any) -> None:
     """CKI_VALIDATE=1: lengths within the table, and the entries that will be read within the cache.
 
@@ -59,6 +60,7 @@ def validate_paged(q: Any, k_cache: Any, block_table: Any, seq_lens: Any, window
         )  # fmt: skip
 
 
+@reads_values
 def validate_decode(k: Any, seq_lens: Any, cu_seqlens_k: Any) -> None:
     """CKI_VALIDATE=1: lengths within a dense cache's capacity, offsets of a ragged one rising within its tokens."""
     shape, problems = shape_of(k), []

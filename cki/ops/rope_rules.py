@@ -9,13 +9,14 @@ from cki import dtypes
 from cki.errors import InvalidArgumentError
 from cki.ops.cache_arguments import check_cache
 from cki.ops.spec import Problem
-from cki.ops.validate import host_values, shape_of
+from cki.ops.validate import host_values, reads_values, shape_of
 
 MAX_HEAD_DIM = 256
 _FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
 _INDICES = (dtypes.i32, dtypes.i64)
 
 
+@reads_values
 def validate(slot_mapping: Any, positions: Any, cos_sin: Any, k_cache: Any = None) -> None:
     """CKI_VALIDATE=1: what lies in device memory.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,23 +13,52 @@ from cki.adapter import adapter_of
 from cki.errors import UnsupportedError
 from cki.tensor import TensorView
 
+#: All functions that look at values.
+readers: list[Callable[..., None]] = []
+
+
+def reads_values(validate: Callable[..., None]) -> Callable[..., None]:
+    """For a function that looks at values: torch.compile ends its graph there, and calls it between two."""
+
+    def outside_graphs(*args: Any, **kwargs: Any) -> None:
+        from cki.adapters.torch_ops import validate_outside_graphs
+
+        validate_outside_graphs(validate, *args, **kwargs)
+
+    validate._torchdynamo_inline = outside_graphs  # type: ignore[attr-defined]
+    readers.append(validate)
+    return validate
+
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """A tensor's shape, or () for what is no tensor: the rules of the operation refuse that, with the rest."""
-    return tuple(getattr(tensor, "shape", ()))
+    """A tensor's shape, or () for what is no tensor: the rules of the operation refuse that, with the rest.
+
+    Raises UnsupportedError for a tensor of a program that is being traced with unknown extents.
+    """
+    found = getattr(tensor, "shape", ())
+    try:
+        extents = tuple(found)
+    except ValueError:  # TensorFlow's, of unknown rank
+        extents = (None,)
+    if None in extents:
+        raise _untimely(f"an argument of shape {found}")
+    return extents
 
 
 def host_values(tensor: Any, name: str) -> np.ndarray[Any, Any]:
     """A copy of a tensor's values in host memory, after everything launched on its device has ended.
 
-    name: the argument's name, for errors.  Raises UnsupportedError inside `cki.capture`.
+    name: the argument's name, for errors.  Raises UnsupportedError inside `cki.capture`, and for a tensor of a trace.
     """
     if capture_state.current.get() is not None:
         raise UnsupportedError(
             f"CKI_VALIDATE=1 reads {name}, which waits for the device: not inside cki.capture",
             hint="validate before the capture",
         )
-    view = adapter_of(tensor, name).view(tensor)
+    adapter = adapter_of(tensor, name)
+    if adapter.is_symbolic(tensor):
+        raise _untimely(name)
+    view = adapter.view(tensor)
     if view.size == 0:
         return np.empty(view.shape, view.dtype.numpy)
     if view.device.kind == "cpu":
@@ -70,6 +100,13 @@ def block_problems(
                 f"block_table[{sequence}] holds {int(outside[0])} within its length, the cache has {blocks} blocks"
             )
     return problems
+
+
+def _untimely(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"CKI_VALIDATE=1 reads {what}, which has values only when the program runs, not while it is traced",
+        hint="CKI_VALIDATE=0 for programs of jax.jit, tf.function and torch.export; or the call outside of them",
+    )
 
 
 def _byte_strides(view: TensorView) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from cki.errors import InvalidArgumentError
 from cki.ops.attention_dropout import check_dropout
 from cki.ops.attention_rules import check_attributes, check_heads, check_per_head, check_tensors
 from cki.ops.spec import Problem
-from cki.ops.validate import block_problems, host_values, shape_of
+from cki.ops.validate import block_problems, host_values, reads_values, shape_of
 
 _INDICES = (dtypes.i32, dtypes.i64)
 _PACKED = "tokens, kv_heads, head_dim"
@@ -113,6 +113,7 @@ def _offset_problems(name: str, offsets: np.ndarray[Any, Any], total: int, longe
     return problems
 
 
+@reads_values
 def validate_varlen(
     q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any, seq_lens: Any, *,
     max_seqlen_q: Any, max_seqlen_k: Any, window: Any, bottom_right: bool,

@@ -149,6 +149,14 @@ def test_unknown_ranks_and_types_are_refused_by_name():
         tf.function(cki.layer_norm).get_concrete_function(tf.TensorSpec([3, 4], tf.string))
 
 
+@pytest.mark.parametrize("shape", [[4, 2], [None, 2], None], ids=repr)
+def test_values_are_not_looked_at_in_a_graph(monkeypatch, shape):
+    monkeypatch.setenv("CKI_VALIDATE", "1")
+    table, tokens = tf.TensorSpec(shape), tf.TensorSpec(None if shape is None else [None], tf.int32)
+    with pytest.raises(UnsupportedError, match="CKI_VALIDATE=1 reads .*not while it is traced"):
+        tf.function(lambda table, ids: cki.embed_tokens(ids, table)).get_concrete_function(table, tokens)
+
+
 def test_eager_errors_are_cki_s_own_also_on_later_calls():
     x = on_tf(X)
     cki.layer_norm(x, on_tf(X[0]))

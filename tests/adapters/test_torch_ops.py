@@ -230,6 +230,65 @@ def test_export_with_a_dynamic_batch(strict):
     assert {OPERATORS["layer_norm"], OPERATORS["linear"]} <= targets
 
 
+class Constants(torch.nn.Module):
+    """Tensors that are neither parameters nor buffers, beside what is traced and alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.weight = normal(3, 64), normal(64, 64)
+
+    def forward(self, x):
+        return cki.layer_norm(self.rows), cki.linear(x, self.weight), cki.linear(self.rows, x.mT, self.weight[0, :4])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_calls_with_constants(strict):
+    module, x = Constants(), normal(4, 64)
+    with cki.device("sim"), torch.no_grad():
+        program = torch.export.export(module, (x,), strict=strict)
+        for found, expected in zip(program.module()(2 * x), module(2 * x), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("earlier_calls", [0, 3])
+def test_modes_that_trace_see_calls_of_tensors_with_data(earlier_calls):
+    """An output without data was written through an address that it does not have; make_fx recorded its allocation."""
+    x = normal(5, 32 + 16 * earlier_calls)
+    with cki.device("sim"), torch.no_grad():
+        for _ in range(earlier_calls):  # after two calls a problem has a function of its own
+            cki.softmax(x)
+        graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: cki.softmax(x) + 1)(x)
+        assert OPERATORS["softmax"] in {node.target for node in graph.graph.nodes}
+        assert torch.equal(graph(2 * x), cki.softmax(2 * x) + 1)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert type(cki.softmax(x)) is type(cki.softmax(mode.from_tensor(x))) is type(mode.from_tensor(x))
+        with pytest.raises(InvalidTypeError, match="tensors with data beside one of a trace"):
+            cki.layer_norm(x, mode.from_tensor(x[0]))
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            assert torch.allclose(cki.softmax(x), torch.softmax(x, -1))  # counts, and traces nothing
+
+
+@pytest.mark.parametrize("operation", ["apply_rope", "paged_attention"])
+def test_values_are_looked_at_between_two_graphs(monkeypatch, operation):
+    monkeypatch.setenv("CKI_VALIDATE", "1")
+    x, heads, cache = normal(2, 2, 16), normal(2, 1, 2, 16), normal(4, 8, 2, 16)
+    model, arguments, message = {
+        "apply_rope": (lambda x, p, c: cki.apply_rope(2 * x, p, cos_sin=c), (x, torch.tensor([0, 7]), normal(7, 16)),
+                       "positions holds 7"),
+        "paged_attention": (lambda q, s, c: cki.paged_attention(2 * q, (c, c), s[None].mT.contiguous(), s),
+                            (heads, torch.tensor([3, 9]), cache), "seq_lens.1. is 9"),
+    }[operation]  # fmt: skip
+    torch._dynamo.reset()
+    with cki.device("sim"), torch.inference_mode():
+        with pytest.raises(InvalidArgumentError, match=message):
+            torch.compile(model, backend="eager")(*arguments)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="CKI_VALIDATE=1 reads values"):
+            torch.compile(model, backend="eager", fullgraph=True)(*arguments)
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(UnsupportedError, match="CKI_VALIDATE=1 reads"):
+        model(*map(mode.from_tensor, arguments))
+
+
 def test_the_first_traced_call_loads_the_operators():
     """A program that names no adapter compiles: nothing was registered before."""
     program = (
