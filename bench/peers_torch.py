@@ -139,15 +139,18 @@ def truth(model: Model, problem: Problem, device: str) -> Array:
 class Timer:
     """Times runs on torch's current stream, by events; on the CPU by the clock.  Runs once at first.
 
-    A time is that of enough runs for 5 ms, so that the first one's launch does not count.
+    A time is that of enough runs for 20 ms, so that the first one's launch does not count, and that the clocks of all
+    that take turns are those of about as long a load: a GPU at its power limit lowers them over milliseconds.
     """
+
+    sample_us = 20_000.0
 
     def __init__(self, run: Callable[[], object], device: str) -> None:
         self._run, self._device = run, device
         self._runs = 1
         run()
         if device == "cuda":
-            self._runs = max(1, min(50, round(5000 / max(self.elapsed_us(), 1.0))))
+            self._runs = max(1, min(100, round(self.sample_us / max(self.elapsed_us(), 1.0))))
 
     def elapsed_us(self) -> float:
         """Microseconds of a run."""
