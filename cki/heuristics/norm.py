@@ -87,6 +87,18 @@ class RowConfig:
         """Registers a thread may use so that `min_blocks` blocks fit an SM (they are given out by eights)."""
         return min(255, _REGISTERS_PER_SM // (self.threads * self.min_blocks) // 8 * 8)
 
+    def constants(self) -> dict[str, int]:
+        """What a kernel of rows is specialised by: one that holds no row in registers by three numbers only."""
+        found = {
+            "kThreadsPerRow": self.threads_per_row, "kVectorSize": self.size, "kMinBlocks": self.min_blocks,
+        }  # fmt: skip
+        if self.vectors_per_thread:
+            found |= {
+                "kRowsPerBlock": self.rows_per_block, "kVectorsPerThread": self.vectors_per_thread,
+                "kFullRow": self.full_row,
+            }  # fmt: skip
+        return found
+
     def grid(self, rows: int, device: DeviceInfo) -> int:
         """Number of blocks."""
         blocks = -(-rows // self.rows_per_block)

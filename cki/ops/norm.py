@@ -200,17 +200,13 @@ def norm_kernel(
     constants: dict[str, ConstantValue] = {
         "Element": dtype, "Weight": weights[0] or dtype, "kHasWeight": weights[0] is not None,
         "kHasResidual": residual, "kNormalizeRounded": residual and normalize == "rounded", "kRowAxes": row_axes,
-        "kStepped": stepped, "kThreadsPerRow": config.threads_per_row, "kVectorSize": config.size,
-        "kMinBlocks": config.min_blocks,
+        "kStepped": stepped, **config.constants(),
     }  # fmt: skip
     if op == "layer_norm":
         constants |= {"Bias": weights[1] or dtype, "kHasBias": weights[1] is not None}
     long = config.vectors_per_thread == 0
     if not long:
-        constants |= {
-            "kRowsPerBlock": config.rows_per_block, "kVectorsPerThread": config.vectors_per_thread,
-            "kFullRow": config.full_row, "kPrefetch": config.prefetch, "kHoldWeight": config.hold_weight,
-        }  # fmt: skip
+        constants |= {"kPrefetch": config.prefetch, "kHoldWeight": config.hold_weight}
     name = f"{op}_long" if long else op
     pointers, steps, numbers = ("PPPPPP", "qq", "f") if op == "layer_norm" else ("PPPPP", "q", "ff")
     params = pointers + "iiii" + "q" * 16 + steps + numbers

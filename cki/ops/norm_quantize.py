@@ -168,9 +168,7 @@ def norm_quantize_kernel(
         "Bias": dtype if bias is None else bias.dtype, "kHasWeight": weight is not None, "kHasBias": bias is not None,
         "kCentred": centred, "kBlockScales": blocks, "kHasResidual": residual,
         "kNormalizeRounded": residual and normalize == "rounded", "kRowAxes": row_axes, "kStepped": stepped,
-        "kThreadsPerRow": config.threads_per_row, "kVectorSize": config.size, "kMinBlocks": config.min_blocks,
-        "kRowsPerBlock": config.rows_per_block, "kVectorsPerThread": config.vectors_per_thread,
-        "kFullRow": config.full_row,
+        **config.constants(),
     }  # fmt: skip
     return KernelSpec(
         "norm/norm_quantize.cu", "norm_quantize", tuple(sorted(constants.items())), _PARAMS, E4M3_ARCHS,

@@ -151,14 +151,8 @@ def plan_quantize_fp8(
 def rows_kernel(dtype: DType, config: RowConfig, *, row_axes: int, stepped: bool) -> KernelSpec:
     """The kernel of a scale a row."""
     constants: dict[str, ConstantValue] = {
-        "Element": dtype, "kRowAxes": row_axes, "kStepped": stepped, "kThreadsPerRow": config.threads_per_row,
-        "kVectorSize": config.size, "kMinBlocks": config.min_blocks,
+        "Element": dtype, "kRowAxes": row_axes, "kStepped": stepped, **config.constants(),
     }  # fmt: skip
-    if config.vectors_per_thread:
-        constants |= {
-            "kRowsPerBlock": config.rows_per_block, "kVectorsPerThread": config.vectors_per_thread,
-            "kFullRow": config.full_row,
-        }  # fmt: skip
     name = "quantize_fp8_rows" if config.vectors_per_thread else "quantize_fp8_rows_long"
     return _kernel(name, constants, config.max_registers)
 

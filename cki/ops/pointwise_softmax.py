@@ -89,13 +89,8 @@ def softmax_kernel(
     """The kernel of one configuration."""
     constants: dict[str, ConstantValue] = {
         "Element": dtype, "kHasMask": mask, "kVectorMask": vector_mask, "kRowAxes": row_axes, "kStepped": stepped,
-        "kThreadsPerRow": config.threads_per_row, "kVectorSize": config.size, "kMinBlocks": config.min_blocks,
+        **config.constants(),
     }  # fmt: skip
-    if config.vectors_per_thread:
-        constants |= {
-            "kRowsPerBlock": config.rows_per_block, "kVectorsPerThread": config.vectors_per_thread,
-            "kFullRow": config.full_row,
-        }  # fmt: skip
     name = "softmax" if config.vectors_per_thread else "softmax_long"
     return KernelSpec(
         f"pointwise/{name}.cu", name, tuple(sorted(constants.items())), "PPP" + "iiii" + "q" * 12 + "f",
