@@ -434,7 +434,10 @@ def test_every_broken_rule_is_named() -> None:
             {"dtype": "e4m3", "static_scales": ([1.0, 2.0, 3.0], 1.0)},
             r"\[num_layers, num_kv_heads\] = \(3, 2\)",
         ),
-        ({"dtype": "e4m3", "static_scales": (torch.ones(1, requires_grad=True), 1.0)}, "static_scales are not"),
+        (
+            {"dtype": "e4m3", "static_scales": (torch.ones(1, requires_grad=True), 1.0)},
+            "static_scales are not",
+        ),
         ({"dtype": "e4m3", "static_scales": (1.0, 0.0)}, "of values are not all positive"),
         ({"dtype": "e4m3", "static_scales": (float("nan"), 1.0)}, "of keys are not all positive"),
         ({"max_blocks_per_sequence": 2**29}, "do not fit 32-bit lengths"),
