@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for problem in problems_of(arguments):
             if not problem.lengths:
                 print(bert_profile.profile(ours, bert_model.BERT_LARGE, problem), flush=True)
-        return
+        bert_profile.leave()
     problems = problems_of(arguments)
     longest = max(problem.seq for problem in problems)
     model = bert_model.BERT_LARGE._replace(positions=max(bert_model.BERT_LARGE.positions, longest))
