@@ -1,4 +1,4 @@
-"""What the GPU tests of the adapters share: a stream that is kept busy, and a result to compare with."""
+"""What the GPU tests of the adapters share: arrays, and a stream that is kept busy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+
+#: Of most inputs.
+ROWS, WIDTH = 4096, 1024
 
 #: A busy stream is held up for about this long.
 BUSY_MILLISECONDS = 250
@@ -66,3 +70,18 @@ class OnGpu:
         interface["version"] = 3
         interface["stream"] = stream
         self.__cuda_array_interface__ = interface
+
+
+def normal(dtype: Any = np.float32, rows: int = ROWS, width: int = WIDTH, seed: int = 1) -> np.ndarray:
+    """Normal random numbers, rounded to dtype."""
+    return np.random.default_rng(seed).standard_normal((rows, width)).astype(dtype)
+
+
+def on_gpu(values: Any) -> Any:
+    """A CuPy array, bfloat16 bit for bit."""
+    import cupy
+
+    values = np.ascontiguousarray(values)
+    if values.dtype == ml_dtypes.bfloat16:
+        return cupy.asarray(values.view(np.uint16)).view(values.dtype)
+    return cupy.asarray(values)

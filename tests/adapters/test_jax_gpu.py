@@ -1,7 +1,8 @@
-"""CKI's operations in JAX on a GPU: XLA's stream and memory, order, no wait, donation, several GPUs."""
+"""CKI's operations in JAX on a GPU: XLA's stream and memory, order, no wait, donation, addresses, several GPUs."""
 
 from __future__ import annotations
 
+import gc
 import time
 
 import ml_dtypes
@@ -9,6 +10,10 @@ import numpy as np
 import pytest
 
 import cki
+from cki import dtypes
+from cki.adapter import adapter_of
+from cki.dlpack import DLPackExport
+from cki.tensor import DeviceId
 from tests.adapters import calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.jax]
@@ -133,6 +138,60 @@ def test_many_calls_keep_no_memory():
 def test_arrays_on_a_gpu_and_the_simulated_device():
     with cki.device("sim"), pytest.raises(DeviceError, match="softmax: the arrays lie on a GPU"):
         jax.jit(lambda x: cki.softmax(x))(jnp.ones((4, 8)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the adapter
+
+
+@pytest.mark.parametrize("dtype", [d for d in dtypes.ALL if d.bits < 64], ids=repr)
+def test_jax_arrays_are_viewed_in_place_and_outputs_adopted(dtype):
+    array = jax.device_put(np.zeros((3, 4), dtype.numpy))
+    adapter = adapter_of(array)
+    assert adapter.check(array) == []
+    (view,) = adapter.begin(["x"], [array])
+    assert (view.ptr, view.strides, view.dtype) == (array.unsafe_buffer_pointer(), (4, 1), dtype)
+    assert (view.device, view.readonly) == (DeviceId("cuda", 0), True)
+    output = adapter.empty((3, 5), dtype, view)
+    pointer = adapter.pointer(output)
+    cupy.cuda.runtime.memset(pointer, 1, 15 * dtype.itemsize)
+    (result,) = adapter.finish([output], [view], adapter.stream(0), view.device)
+    assert isinstance(result, jax.Array)
+    assert (result.unsafe_buffer_pointer(), result.dtype, result.shape) == (pointer, dtype.numpy, (3, 5))
+    assert bytes(np.asarray(result).view(np.uint8).ravel()) == b"\x01" * 15 * dtype.itemsize
+
+
+def test_memory_lent_to_jax_comes_back_with_the_next_call():
+    adapter = adapter_of(jax.device_put(np.zeros(1, np.float32)))
+    x = jax.device_put(normal(ROWS, WIDTH))
+    y = cki.layer_norm(x, stream=cupy.cuda.get_current_stream())  # on XLA's own stream the memory is XLA's
+    pool = cupy.get_default_memory_pool()
+    used = pool.used_bytes()
+    del y
+    gc.collect()
+    assert pool.used_bytes() == used  # kept: JAX's stream may still read it
+    adapter.begin(["x"], [x])
+    gc.collect()
+    assert pool.used_bytes() <= used - ROWS * WIDTH * 4
+
+
+@pytest.mark.torch
+def test_torch_to_jax_to_cupy_is_one_memory():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    tensor = torch.arange(12.0, device="cuda").reshape(3, 4)
+    torch.cuda.synchronize()
+    array = jax.dlpack.from_dlpack(DLPackExport(adapter_of(tensor).view(tensor)))
+    view = adapter_of(array).view(array)
+    view.readonly = False  # CuPy takes old capsules, which cannot carry the flag
+    back = cupy.from_dlpack(DLPackExport(view))
+    assert tensor.data_ptr() == array.unsafe_buffer_pointer() == back.data.ptr
+    np.testing.assert_array_equal(cupy.asnumpy(back), np.arange(12).reshape(3, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# several GPUs
 
 
 @pytest.mark.multi_gpu
