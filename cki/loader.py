@@ -316,8 +316,8 @@ def _device_of(adapter: Adapter | None, views: Sequence[TensorView | None]) -> D
 
 def load(
     path_or_text: str | Path,
-    *,
     entry: str | None = None,
+    *,
     params: str | None = None,
     constants: Mapping[str, ConstantValue] | None = None,
 ) -> Kernel:
@@ -343,7 +343,7 @@ def load(
     parameters = (
         parse_parameters(parameter_list, given, name)
         if params is None
-        else parameters_from_letters(params, parameter_list, name)
+        else parameters_from_letters(params, parameter_list, given, name)
     )
     letters = "".join(parameter.letter for parameter in parameters)
     return Kernel(

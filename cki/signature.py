@@ -131,11 +131,13 @@ def parse_parameters(
     return tuple(parameters)
 
 
-def parameters_from_letters(letters: str, parameter_list: str, entry: str) -> tuple[Parameter, ...]:
+def parameters_from_letters(
+    letters: str, parameter_list: str, constants: Mapping[str, object], entry: str
+) -> tuple[Parameter, ...]:
     """Parameters stated by the caller, one letter each.
 
     Their number must be the declaration's, or a launch reads arguments that are not there.  A declaration that may be
-    a macro (one word) is not counted.
+    a macro (one word) is not counted.  What `parse_parameters` can read must agree.
     """
     if not isinstance(letters, str):
         raise InvalidTypeError(f"params of {entry} is {letters!r}, not a str", hint=_LETTERS)
@@ -149,6 +151,16 @@ def parameters_from_letters(letters: str, parameter_list: str, entry: str) -> tu
     if unknown:
         raise InvalidArgumentError(
             f"params={letters!r} of {entry} has unknown letters {unknown}", hint=_LETTERS
+        )
+    aliases = {name: value for name, value in constants.items() if isinstance(value, DType)}
+    problems = []
+    for position, (letter, declaration) in enumerate(zip(letters, declared)):
+        parameter = _parse(declaration, aliases, position)
+        if parameter is not None and parameter.letter != letter:
+            problems.append(f"parameter {position}: `{declaration}` is {parameter.letter}, not {letter}")
+    if problems:
+        raise InvalidArgumentError(
+            f"params={letters!r} is not what {entry} declares", problems, "no params= for what can be read"
         )
     return tuple(Parameter(f"argument {position}", letter) for position, letter in enumerate(letters))
 

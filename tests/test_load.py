@@ -354,12 +354,14 @@ def test_stated_parameters(device: DeviceUnderTest) -> None:
     x = device.array(X[:1])
     with pytest.raises(InvalidArgumentError, match="`Odd o`"):
         cki.load(text)
-    cki.load(text, params="Pf")(1, 1, x, 7.5)
+    cki.load(text, "k", params="Pf")(1, 1, x, 7.5)
     assert device.numpy(x)[0] == 7.5
     with pytest.raises(InvalidArgumentError, match="unknown letters"):
         cki.load(text, params="Px")
     with pytest.raises(InvalidArgumentError, match="states 1 parameters, k declares 2"):
         cki.load(text, params="P")
+    with pytest.raises(InvalidArgumentError, match="parameter 0: `float. x` is P, not q"):
+        cki.load(text, params="qf")
     with pytest.raises(InvalidTypeError, match="params of k is 5"):
         cki.load(text, params=5)  # type: ignore[arg-type]
     macro = f"#define ARGUMENTS float* x, Odd o\n{text.replace('float* x, Odd o', 'ARGUMENTS')}"
