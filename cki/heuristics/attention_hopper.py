@@ -39,7 +39,7 @@ class HopperTiles:
     copy_warps: 2 where one brings keys and one values, None for what suits the layout.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them.  take: how warps give a tile back: 1 all lanes arrive, 2 the lane that arrives is the only reader."""
+    them.  lone_copier: of keys in a cache, one thread copies all boxes instead of a warp."""
 
     consumers: int
     block_keys: int
@@ -53,7 +53,6 @@ class HopperTiles:
     ahead: int | None = None
     before_values: int | None = None
     lone_copier: bool = False
-    take: int = 0
 
     @property
     def block_rows(self) -> int:
@@ -124,8 +123,6 @@ class HopperTiles:
             text += f", {self.before_values} before values"
         if self.lone_copier:
             text += ", lone copier"
-        if self.take:
-            text += f", take {self.take}"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

@@ -237,7 +237,7 @@ def plan_hopper(
         kCopyWarps=tiles.copy_warps or (2 if is_paged else 1),
         kSplitKeys=parts > 1, Result=out.dtype,
         kBlockKeys=tiles.block_keys, kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
-        kBeforeValues=tiles.weights_before_values, kTake=tiles.take,
+        kBeforeValues=tiles.weights_before_values,
         kLoneCopier=tiles.lone_copier, kWholeBlocks=is_paged and k.shape[1] == box_keys,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,

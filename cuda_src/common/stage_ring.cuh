@@ -24,11 +24,12 @@ struct StageRing {
   __device__ __forceinline__ explicit StageRing(unsigned char* memory)
       : full(reinterpret_cast<u64*>(memory)), empty(reinterpret_cast<u64*>(memory) + kStages) {}
 
-  // By one thread of the block, before the barrier that publishes it. arrivals: of producers at `full`, a stage.
-  __device__ __forceinline__ void initialise(int consumer_warps, u32 arrivals = 1) const {
+  // By one thread of the block, before the barrier that publishes it. consumers: arrivals at `empty`, a stage, of warps or of
+  // threads.  arrivals: of producers at `full`.
+  __device__ __forceinline__ void initialise(int consumers, u32 arrivals = 1) const {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full + i, arrivals);
-      ptx::mbarrier_init(empty + i, static_cast<u32>(consumer_warps));
+      ptx::mbarrier_init(empty + i, static_cast<u32>(consumers));
     }
   }
 
@@ -48,7 +49,7 @@ struct StageRing {
     advance();
   }
 
-  // The same where the warp's part in the ring is one thread's.
+  // The same where each thread that uses the ring arrives for itself.
   __device__ __forceinline__ void release_by_one() {
     ptx::mbarrier_arrive(empty + stage);
     advance();

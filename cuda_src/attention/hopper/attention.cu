@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     query_ring.initialise(4);
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
-    work.initialise(4 * kConsumers + (kPaged && !kLoneCopier ? kCopyWarps : 0), kPaged && !kLoneCopier ? 0 : kCopyWarps);
+    work.initialise(128 * kConsumers + (kPaged && !kLoneCopier ? 32 : 1) * kCopyWarps);
     if constexpr (kPaged) tail.initialise(1);
     ptx::fence_mbarrier_init();
   }

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     query_ring.initialise(4);
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
-    work.initialise(4 * kConsumers, 1);
+    work.initialise(128 * kConsumers + 1);
     ptx::fence_mbarrier_init();
   }
   write_ones(smem + Layout::kValues);

@@ -58,9 +58,9 @@ using KeyTile = SlabTile<kBlockKeys, kHeadDim, kKeySpan>;
 using ValueTile = SlabTile<kBlockKeys, kValueDim, kValueSpan>;
 using Layout = SharedLayout<kConsumers, QueryTile, KeyTile, ValueTile, kStages,
                             static_cast<int>(kVarlen ? sizeof(SequenceTile) : sizeof(WorkTile))>;
-using DenseWork = WorkSource<static_cast<Schedule>(kSchedule), kLimitRight, kTake>;
+using DenseWork = WorkSource<static_cast<Schedule>(kSchedule), kLimitRight>;
 using Sequences = SequenceList<kBlockQueries, kPaged, QueryOffset, KeyOffset>;
-using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRight, Sequences, kTake>;
+using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRight, Sequences>;
 
 // What a consumer's thread keeps of its two rows from tile to tile.
 struct Rows {

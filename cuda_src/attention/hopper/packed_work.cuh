@@ -49,7 +49,7 @@ struct SequenceList {
 };
 
 // The tiles of one block, one after the other.
-template <Schedule kSchedule, bool kLongestFirst, class Sequences, int kTake = 0>
+template <Schedule kSchedule, bool kLongestFirst, class Sequences>
 struct PackedWorkSource {
   const Sequences sequences;
   const WorkOrder order;  // its row blocks are slots
@@ -69,9 +69,9 @@ struct PackedWorkSource {
         wish(wish_memory),
         tiles(reinterpret_cast<SequenceTile*>(tiles)) {}
 
-  // takers: warps that take tiles.
-  __device__ __forceinline__ void initialise(int takers, int single_takers) const {
-    ring.initialise(takers * (kTake == 1 ? 32 : 1) + single_takers);
+  // takers: threads that take tiles, each of which says that it has read one (scheduler.cuh says why not a warp).
+  __device__ __forceinline__ void initialise(int takers) const {
+    ring.initialise(takers);
     wish.initialise(1);
   }
 
@@ -114,26 +114,19 @@ struct PackedWorkSource {
   }
   template <bool kOneThread = false>
   __device__ __forceinline__ void next() {
+    if constexpr (!kOneThread) __syncwarp();
+    ring.wait_full();
+    const SequenceTile given = tiles[ring.stage];
     if constexpr (kOneThread) {
-      ring.wait_full();
-      tile = tiles[ring.stage];
-      ring.release_by_one();
+      tile = given;
     } else {
-      __syncwarp();
-      ring.wait_full();
-      SequenceTile given{};
-      if (kTake != 2 || threadIdx.x % 32 == 0) given = tiles[ring.stage];
       // The shuffles tell the compiler that all of it is uniform in the warp.
       const auto same = [](int value) { return __shfl_sync(kFullWarp, value, 0); };
       tile = {same(given.row_block), same(given.head),      same(given.sequence), same(given.first_query),
               same(given.queries),   same(given.first_key), same(given.keys)};
       __syncwarp();
-      if constexpr (kTake == 1) {
-        ring.release_by_one();
-      } else {
-        ring.release();
-      }
     }
+    ring.release_by_one();
   }
 
   __device__ __forceinline__ bool has_work() const { return tile.row_block >= 0; }

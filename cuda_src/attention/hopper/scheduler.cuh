@@ -89,7 +89,7 @@ struct WorkSequence {
 // The tiles of one block, one after the other. One thread of the producer's warpgroup does nothing but turn numbers into
 // tiles and hand them over in shared memory, one ahead: the divisions and what they need would cost consumers registers, and
 // time between tiles; between two copies they would delay these. Not needed by the single schedule, where all know the tile.
-template <Schedule kSchedule, bool kLongestFirst, int kTake = 0>
+template <Schedule kSchedule, bool kLongestFirst>
 struct WorkSource {
   const WorkOrder order;
   u32* counter;
@@ -108,9 +108,11 @@ struct WorkSource {
         tiles(reinterpret_cast<WorkTile*>(tiles)),
         tile{-1, 0, 0, 0, queries, 0, keys} {}
 
-  // takers: warps that take tiles.
-  __device__ __forceinline__ void initialise(int takers, int single_takers) const {
-    ring.initialise(takers * (kTake == 1 ? 32 : 1) + single_takers);
+  // takers: threads that take tiles, each of which says that it has read one. One arrival for a warp, behind a __syncwarp,
+  // would do: that orders the other lanes' reads before it. But compute-sanitizer's racecheck follows only what a thread
+  // itself waits for and says, and took each of them for a race with the next tile's write.
+  __device__ __forceinline__ void initialise(int takers) const {
+    ring.initialise(takers);
     wish.initialise(1);
   }
 
@@ -172,23 +174,17 @@ struct WorkSource {
   template <bool kOneThread>
   __device__ __forceinline__ void take() {
     ring.wait_full();
-    WorkTile given{};
-    if (kOneThread || kTake != 2 || threadIdx.x % 32 == 0) given = tiles[ring.stage];
+    const WorkTile given = tiles[ring.stage];
     if constexpr (kOneThread) {
       set(given);
-      ring.release_by_one();
     } else {
       // The shuffles tell the compiler that the tile, and all branches that follow from it, are uniform in the warp: else
       // descriptors and barriers go through vector registers in the main loop.
       set({__shfl_sync(kFullWarp, given.row_block, 0), __shfl_sync(kFullWarp, given.head, 0),
            __shfl_sync(kFullWarp, given.batch, 0)});
       __syncwarp();
-      if constexpr (kTake == 1) {
-        ring.release_by_one();
-      } else {
-        ring.release();
-      }
     }
+    ring.release_by_one();
   }
 };
 
