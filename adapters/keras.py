@@ -25,6 +25,7 @@ from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.ops.attention_rules import MAX_HEAD_DIM
 
 _MATRICES = ("wq", "wo", "w1", "w2")
+_COMPUTE_TYPES = ("float32", "float16", "bfloat16")
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")
 
 
@@ -87,6 +88,8 @@ class _FusedLayer(keras.layers.Layer):  # type: ignore[misc]
             problems.append(
                 f"activation is {self.activation!r}, not one of {', '.join(map(repr, _ACTIVATIONS))}"
             )
+        if self.compute_dtype not in _COMPUTE_TYPES:
+            problems.append(f"dtype computes in {self.compute_dtype}, not one of {', '.join(_COMPUTE_TYPES)}")
         if problems:
             raise InvalidArgumentError(f"{type(self).__name__}: invalid options", problems)
 

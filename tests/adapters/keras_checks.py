@@ -327,6 +327,11 @@ def check_refusals():
         InvalidArgumentError, "num_heads is 0, not an integer of 1 or more",
         lambda: FusedEncoderLayer(0, 16, 8, dropout=1.5),
     )  # fmt: skip
+    for dtype in ("float64", "int32"):
+        refused(
+            InvalidArgumentError, f"dtype computes in {dtype}, not one of float32, float16, bfloat16",
+            lambda dtype=dtype: FusedAttentionLayer(2, 16, dtype=dtype),
+        )  # fmt: skip
     refused(
         InvalidArgumentError,
         "dropout is 1.5, not in [0, 1)",
