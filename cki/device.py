@@ -107,6 +107,8 @@ class device:
 
     name: "sim" (tensors in CPU memory, kernels run by the simulated device) or "cuda" (tensors in GPU memory).
     arch: for "sim", the architecture it stands for; default CKI_SIM_ARCH.  Nests; holds for the running thread or task.
+
+    Raises InvalidArgumentError for other names, an unknown arch, and an arch with "cuda".
     """
 
     def __init__(self, name: str, *, arch: str | None = None) -> None:

@@ -43,6 +43,7 @@ def embed_tokens(
 
     Returns [..., seq, width].  An id outside its table adds zeros and reads nothing; with CKI_VALIDATE=1 it raises
     InvalidArgumentError instead.
+    Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
     """
     if config.flag("CKI_VALIDATE"):
         validate_ids(token_ids, word_table, position_table, token_type_ids, type_table, positions)
@@ -57,8 +58,9 @@ def mean_pool(x: Any, mask: Any, *, normalize: bool = True, out: Any = None, str
     int64, nonzero keeps; or lengths [batch], int32 or int64: the first tokens are kept.  normalize: divide by
     max(L2 norm, 1e-12).
 
-    Returns [batch, width].  Hidden tokens are not read: NaN in padding does not matter.  A sequence with none kept
-    gives zeros.
+    Returns [batch, width] of x's type; sums are fp32.  Hidden tokens are not read: NaN in padding does not matter.  A
+    sequence with none kept gives zeros.
+    Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
     """
     return call(MEAN_POOL, (x, mask), (normalize,), (out,), stream)
 

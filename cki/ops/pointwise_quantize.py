@@ -53,6 +53,7 @@ def quantize_fp8(
     x / scale to nearest even; beyond +-448, infinity included, they saturate; NaN stays NaN, and alone.
     Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken, and
     UnsupportedError before sm_89.
+    e4m3: Micikevicius et al. 2022, arXiv:2209.05433.  Scales of blocks: DeepSeek-V3, arXiv:2412.19437, section 3.3.
     """
     return call(QUANTIZE_FP8, (x, scale), (granularity, out_dtype), (out, scale_out), stream)
 

@@ -88,6 +88,10 @@ def apply_rope(
     x: [tokens, heads, head_dim], f32, f16 or bf16, head_dim 1 to 256, any strides.  positions: i32 or i64 [tokens].
     cos_sin, rotary_dim, interleaved: as for `append_kv`; base is used where there is no cos_sin.
     inverse: turn back.  out: where to write; may be x.
+
+    Returns x's shape and type.  Arithmetic is fp32, rounded once.
+    Raises InvalidArgumentError or InvalidTypeError, before any launch, with every rule that is broken.
+    Su et al., arXiv 2104.09864.
     """
     if cos_sin is not None and config.flag("CKI_VALIDATE"):
         validate(None, positions, cos_sin)
