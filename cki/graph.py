@@ -57,8 +57,10 @@ class Graph(ABC):
         """Run the recorded launches on `stream` (default: the framework's current one); returns `outputs`.
 
         Replays of one graph run in the order of the calls, on several streams too.  The next one writes `outputs`
-        anew: what reads them on one stream must be done before a replay on another.
+        anew: what reads them on one stream must be done before a replay on another.  Inside `cki.capture` it raises
+        UnsupportedError: the recording would use memory that is this graph's to free.
         """
+        _refuse_nested("a replay", "the graph's function inside; or two graphs, replayed one after the other")
         handle = None if stream is None else stream_handle(stream)
         with self._lock:
             if self._closed:
@@ -144,6 +146,11 @@ class _CupyGraph(Graph):
         self._graph = None
 
 
+def _refuse_nested(what: str, hint: str) -> None:
+    if capture_state.current.get() is not None:
+        raise UnsupportedError(f"{what} inside cki.capture", hint=hint)
+
+
 @contextlib.contextmanager
 def _recording(framework: str = "", stream: int | None = None) -> Iterator[capture_state.Recording]:
     recording = capture_state.Recording(framework, stream)
@@ -172,9 +179,9 @@ def capture(
     share_memory: an open graph of the same framework and device, whose temporary memory this one uses too.  They must
         not run at the same time; `outputs` of both stay apart.  On the simulated device each graph keeps its own.
 
-    Raises UnsupportedError for frameworks that bring their own graphs (TensorFlow, JAX), and for a function that waits
-    for the device, with the line that does; InvalidTypeError or InvalidArgumentError for what is no function, no number
-    of runs, no open graph.  What else the function raises passes through.
+    Raises UnsupportedError for frameworks that bring their own graphs (TensorFlow, JAX), inside another capture, and
+    for a function that waits for the device, with the line that does; InvalidTypeError or InvalidArgumentError for what
+    is no function, no number of runs, no open graph.  What else the function raises passes through.
     """
     if not callable(function):
         raise InvalidTypeError(f"function is {function!r}, which cannot be called")
@@ -182,6 +189,7 @@ def capture(
         raise InvalidTypeError(f"warmup is {warmup!r}, not an int")
     if warmup < 0:
         raise InvalidArgumentError(f"warmup is {warmup}", hint="0 or more runs")
+    _refuse_nested("cki.capture", "one capture of a function that calls both")
     tensor = _first_tensor((args, kwargs))
     framework = "" if tensor is None else adapter_of(tensor).name
     is_sim = current().kind == "sim"

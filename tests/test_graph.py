@@ -104,6 +104,16 @@ def test_an_error_inside_leaves_no_capture_behind(device: DeviceUnderTest) -> No
     np.testing.assert_array_equal(device.numpy(affine(x)), X)
 
 
+def test_graphs_inside_a_capture_are_refused() -> None:
+    """The simulated device ran them once, at the recording, and no replay repeated them."""
+    with cki.device("sim"):
+        inner = cki.capture(affine, X)
+        for what, function in (("a replay", inner.replay), ("cki.capture", lambda: cki.capture(affine, X))):
+            with pytest.raises(UnsupportedError, match=f"{what} inside cki.capture\n  hint: "):
+                cki.capture(function, warmup=0)
+        np.testing.assert_array_equal(inner.replay(), affine(X))
+
+
 def test_other_frameworks_are_refused() -> None:
     class Tensor:
         def __dlpack__(self) -> None: ...
