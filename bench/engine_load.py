@@ -1,13 +1,12 @@
-"""The engine under load: prefill, a mix of requests, a leak test, and greedy texts against transformers.
+"""The engine under load: prefill, a mix of requests, a leak test.
 
     python bench/engine_load.py                              # SmolLM2's weights, and the shapes of Qwen3-8B
-    python bench/engine_load.py --parts texts mix --models smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf
+    python bench/engine_load.py --parts mix leak --models smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
-Decode steps are in `bench/engine.py`, accuracy in `bench/engine_perplexity.py`.  Before anything of a model is timed, a
-step that follows keys written token by token must have the logits of a prefill of the same tokens, which other kernels
-compute.
+Decode steps are in `bench/engine.py`, texts in `bench/engine_texts.py`, accuracy in `bench/engine_perplexity.py`.
+Before anything of a model is timed, a step that follows keys written token by token must have the logits of a prefill
+of the same tokens, which other kernels compute.
 
-    texts       greedy texts of SmolLM2 in f32 are those of transformers, 64 tokens on each of 16 prompts
     prefill     time to the first token of prompts of 1k and 8k tokens, and of what torch.matmul reaches on a large
                 product of the same run (of_gemm: operations a second over those)
     mix         64 requests of 16 to 2048 tokens that bring 16 to 256 each, all submitted at once
@@ -33,16 +32,9 @@ from cki.engine.files import find_model
 from cki.engine.model import DecoderModel, StepResult, StepRow
 from cki.errors import CkiError
 
-#: Greedy texts that are compared with transformers'.
-PROMPTS = [
-    "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time", "The sky is blue because",
-    "1, 1, 2, 3, 5, 8,", "My favourite colour is", "Photosynthesis is", "In 1969,", "To bake bread you need",
-    "The opposite of hot is", "A haiku about rain:", "SELECT name FROM", "Dear Sir or Madam,", "The mitochondria",
-    "E = mc^2 means",
-]  # fmt: skip
 #: Of the places in the blocks of running sequences, what may hold nothing.
 MOST_WASTE = 0.04
-PARTS = ("texts", "prefill", "mix", "leak")
+PARTS = ("prefill", "mix", "leak")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,8 +62,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = None
         print(f"left out is all that needs SmolLM2's weights: {error}")
     rows: list[dict[str, object]] = []
-    if path is not None and "texts" in arguments.parts:
-        gate_against_transformers(path)
     names = [name for name in arguments.models if path is not None or name != "smollm2"]
     for name in names if {"prefill", "mix"} & set(arguments.parts) else ():
         llm = load(name, path, arguments.layers)
@@ -291,45 +281,6 @@ def leak_rows(count: int = 10_000, device: str = "cuda") -> Iterator[dict[str, o
         "leak", f"tiny model, {count} requests", dtype, "cki", elapsed * 1e6, tokens_per_s=round(new / elapsed, 1),
         preemptions=preempted, cached_tokens=shared, device=device,
     )  # fmt: skip
-
-
-def gate_against_transformers(path: Path) -> None:
-    """SmolLM2 in f32: 64 greedy tokens on each prompt are those of transformers."""
-    from cki.engine import open_model
-
-    llm = LLM(path, dtype="f32", device="cuda", max_length=512, max_sequences=16, cache_nbytes=1 << 30)
-    outputs = llm.generate(PROMPTS, SamplingParams(64, ignore_eos=True))
-    peer = transformers_model(open_model(path))
-    peer.generation_config.eos_token_id = None  # the engine's answers go on, too
-    import torch
-
-    for prompt, output in zip(PROMPTS, outputs):
-        ids = torch.tensor([output.prompt_token_ids], device="cuda")
-        with torch.inference_mode():
-            theirs = peer.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=0)
-        expected = theirs[0, ids.shape[1] :].tolist()
-        same = next((n for n, (a, b) in enumerate(zip(output.token_ids, expected)) if a != b), 64)
-        print(f"{prompt!r}: the first {same} of 64 tokens are those of transformers")
-        assert same == 64, "greedy texts in f32 differ"
-
-
-def transformers_model(files: Any) -> Any:
-    """The same weights in transformers, f32 on the GPU."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    c = files.config
-    config = LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, rope_theta=c.rope_theta,
-        max_position_embeddings=c.max_position, tie_word_embeddings=c.tie_word_embeddings, attn_implementation="sdpa",
-    )  # fmt: skip
-    peer = LlamaForCausalLM(config)
-    weights = {name: torch.from_numpy(np.array(values, np.float32)) for name, values in files.weights.items()}
-    lacking = peer.load_state_dict(weights, strict=False).missing_keys
-    assert set(lacking) <= {"lm_head.weight"}, lacking
-    return peer.to("cuda").eval()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,22 @@ def test_the_gate_of_the_load_tells_wrong_steps(script, monkeypatch):
     monkeypatch.setattr(model, "decode", lambda rows: decode([row._replace(tokens=[3]) for row in rows]))
     assert load.gate(model, prompt, [5, 9, 7]) > 0.2
     assert model.cache.blocks_used == 0
-    assert len(set(load.PROMPTS)) == 16
+
+
+def test_texts_may_differ_by_near_ties_alone(script):
+    texts = script("engine_texts")
+    assert len(set(texts.PROMPTS)) == 16
+    logits = np.array([[40.0, 39.8, 39.7], [8.0, 1.0, 7.9]])
+    assert texts.first_difference([0, 0], [0, 0], logits, "bf16") is None
+    near, far, later = (
+        texts.first_difference(tokens, [0, 0], logits, "bf16") for tokens in ([1, 0], [2, 1], [0, 2])
+    )
+    assert (near.place, near.step, later.place, later.step) == (0, 0.25, 1, 0.0625)
+    assert near.gap <= near.step
+    assert far.gap > far.step
+    assert later.gap > later.step
+    assert texts.first_difference([1, 0], [0, 0], logits, "f32").step == 0
+    assert texts.step_at(31.9, "f16") == 2.0**-6
 
 
 @pytest.mark.parametrize(("qk_norm", "fp8"), [(False, False), (True, True)])
