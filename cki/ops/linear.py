@@ -35,8 +35,9 @@ from cki.heuristics.linear_skinny import SkinnyTile
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
-from cki.ops import linear_hopper, linear_skinny
+from cki.ops import linear_fp32, linear_hopper, linear_skinny
 from cki.ops.call import call
+from cki.ops.linear_fp32 import Fp32Tile, plan_linear_fp32
 from cki.ops.linear_hopper import RowNorm
 from cki.ops.linear_norm import fused_norm_tile
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
@@ -84,13 +85,15 @@ class Part(NamedTuple):
 
 def plan_linear(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
-    activation: str | None = None, weight_layout: str = "in_out", tile: Tile | HopperTile | SkinnyTile | None = None,
-    norm: RowNorm | None = None, statistics: Operand | None = None,
+    activation: str | None = None, weight_layout: str = "in_out",
+    tile: Tile | HopperTile | SkinnyTile | Fp32Tile | None = None, norm: RowNorm | None = None,
+    statistics: Operand | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """Steps of one linear layer over operands (see `linear`).
 
     tile: instead of the heuristic's choice.  A SkinnyTile selects the kernel for few rows; a HopperTile the one for
-    sm_90a.  norm, statistics: see `plan_linear_hopper`; UnsupportedError where `fused_norm_tile` finds no tile.
+    sm_90a, an Fp32Tile that of fp32.  norm, statistics: see `plan_linear_hopper`; UnsupportedError where
+    `fused_norm_tile` finds no tile.
     """
     access = _access(w, weight_layout)
     if norm is not None or statistics is not None:
@@ -103,18 +106,8 @@ def plan_linear(
                 "linear: norms of rows", ["only the Hopper kernel computes them"], "a norm of its own"
             )
         return linear_hopper.plan_linear_hopper(
-            x,
-            w,
-            bias,
-            residual,
-            y,
-            device,
-            access,
-            tile,
-            activation=activation,
-            norm=norm,
-            statistics=statistics,
-        )
+            x, w, bias, residual, y, device, access, tile, activation=activation, norm=norm, statistics=statistics
+        )  # fmt: skip
     if tile is None:
         tile = linear_skinny.preferred(x, w, residual, y, device, access)
     if tile is None:
@@ -127,6 +120,8 @@ def plan_linear(
         return linear_hopper.plan_linear_hopper(
             x, w, bias, residual, y, device, access, tile, activation=activation
         )
+    if isinstance(tile, Fp32Tile):
+        return plan_linear_fp32(x, w, bias, residual, y, device, access, tile, activation=activation)
     return _plan(x, [Part(w, bias)], residual, y, device, activation, weight_layout, tile)
 
 
@@ -396,5 +391,9 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     if arch == "sm_90a":
         from cki.ops import linear_fp8  # it takes rules from here
 
-        hopper = [*linear_hopper.representative_specs(), *linear_fp8.representative_specs()]
+        hopper = [
+            *linear_hopper.representative_specs(),
+            *linear_fp8.representative_specs(),
+            *linear_fp32.representative_specs(),
+        ]
     return [*found, *linear_skinny.representative_specs(arch, device), *hopper]

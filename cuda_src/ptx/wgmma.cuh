@@ -1,6 +1,6 @@
 // Warpgroup matrix products, asynchronous (PTX wgmma, sm_90a): D[64xN] = A[64xK] B[KxN] (+ D), fp32 accumulation.
 //
-// K is 16 for f16 and bf16, 32 for e4m3; N any multiple of 8 up to 256. The instructions: ptx/wgmma_instruction.cuh.
+// K is 16 for f16 and bf16, 32 for e4m3, 8 for float, which is tf32: numbers whose lower 13 bits are zero. N any multiple of 8 up to 256. The instructions: ptx/wgmma_instruction.cuh.
 //
 // Order of calls, by all 128 threads of a warpgroup: wgmma_fence() once the accumulators (and A registers) have been
 // written by ordinary code; products; wgmma_commit_group(); wgmma_wait_group<n>() before the accumulators or the A
@@ -21,7 +21,7 @@
 
 namespace cki::ptx {
 
-// Which of the three supported element types Element is.
+// Which of the four supported element types Element is.
 template <typename Element>
 constexpr bool kIsF16 = false;
 template <>
@@ -34,19 +34,29 @@ template <typename Element>
 constexpr bool kIsE4m3 = false;
 template <>
 constexpr bool kIsE4m3<e4m3> = true;
+template <typename Element>
+constexpr bool kIsTf32 = false;
+template <>
+constexpr bool kIsTf32<float> = true;
+template <typename Element>
+constexpr bool kIsWgmmaElement = kIsF16<Element> || kIsBf16<Element> || kIsE4m3<Element> || kIsTf32<Element>;
+template <typename Element>
+constexpr bool kTransposes = kIsF16<Element> || kIsBf16<Element>;
 
 // Both operands in shared memory. With accumulate = false D is overwritten, and need not be initialised.
 template <int N, typename Element, Major MajorA = Major::k, Major MajorB = Major::k, bool Available = kTargetHasWgmma>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a_descriptor, u64 b_descriptor, bool accumulate) {
   static_assert(Available, "wgmma needs sm_90a");
-  static_assert(kIsF16<Element> || kIsBf16<Element> || kIsE4m3<Element>, "wgmma takes f16, bf16 or e4m3");
-  static_assert(!kIsE4m3<Element> || (MajorA == Major::k && MajorB == Major::k), "e4m3 operands are K-major only");
+  static_assert(kIsWgmmaElement<Element>, "wgmma takes f16, bf16, e4m3 or float");
+  static_assert(kTransposes<Element> || (MajorA == Major::k && MajorB == Major::k), "8 and 32 bits: K-major only");
   constexpr int kTransposeA = MajorA == Major::mn;
   constexpr int kTransposeB = MajorB == Major::mn;
   if constexpr (kIsF16<Element>) {
     WgmmaInstruction<N>::template f16_shared<kTransposeA, kTransposeB>(d, a_descriptor, b_descriptor, accumulate);
   } else if constexpr (kIsBf16<Element>) {
     WgmmaInstruction<N>::template bf16_shared<kTransposeA, kTransposeB>(d, a_descriptor, b_descriptor, accumulate);
+  } else if constexpr (kIsTf32<Element>) {
+    WgmmaInstruction<N>::tf32_shared(d, a_descriptor, b_descriptor, accumulate);
   } else {
     WgmmaInstruction<N>::e4m3_shared(d, a_descriptor, b_descriptor, accumulate);
   }
@@ -56,13 +66,15 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a_descriptor, u64 b
 template <int N, typename Element, Major MajorB = Major::k, bool Available = kTargetHasWgmma>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b_descriptor, bool accumulate) {
   static_assert(Available, "wgmma needs sm_90a");
-  static_assert(kIsF16<Element> || kIsBf16<Element> || kIsE4m3<Element>, "wgmma takes f16, bf16 or e4m3");
-  static_assert(!kIsE4m3<Element> || MajorB == Major::k, "e4m3 operands are K-major only");
+  static_assert(kIsWgmmaElement<Element>, "wgmma takes f16, bf16, e4m3 or float");
+  static_assert(kTransposes<Element> || MajorB == Major::k, "8 and 32 bits: K-major only");
   constexpr int kTransposeB = MajorB == Major::mn;
   if constexpr (kIsF16<Element>) {
     WgmmaInstruction<N>::template f16_registers<kTransposeB>(d, a, b_descriptor, accumulate);
   } else if constexpr (kIsBf16<Element>) {
     WgmmaInstruction<N>::template bf16_registers<kTransposeB>(d, a, b_descriptor, accumulate);
+  } else if constexpr (kIsTf32<Element>) {
+    WgmmaInstruction<N>::tf32_registers(d, a, b_descriptor, accumulate);
   } else {
     WgmmaInstruction<N>::e4m3_registers(d, a, b_descriptor, accumulate);
   }

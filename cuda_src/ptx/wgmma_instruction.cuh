@@ -10,7 +10,7 @@
 namespace cki::ptx {
 
 // Functions <element>_shared and <element>_registers, by where A is. a, b: a descriptor, or the fragment of A.
-// scale_d = 0 overwrites d. A transposed operand is MN-major; e4m3 has none.
+// scale_d = 0 overwrites d. A transposed operand is MN-major; e4m3 and tf32 have none.
 template <int N>
 struct WgmmaInstruction;
 
@@ -92,7 +92,7 @@ struct WgmmaInstruction;
                : __VA_ARGS__)
 #define CKI_FRAGMENT "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 
-// The products of 16-bit elements, then those of e4m3. P0 to P6: the places that follow the accumulators.
+// The products of 16-bit elements, then those without transposed operands. P0 to P6: the places that follow the accumulators.
 #define CKI_PRODUCTS_16(N, Type, P0, P1, P2, P3, P4, P5, P6)                                                          \
   template <int TransposeA, int TransposeB>                                                                           \
   static __device__ __forceinline__ void Type##_shared(float (&d)[N / 2], u64 a, u64 b, int scale_d) {                \
@@ -105,12 +105,12 @@ struct WgmmaInstruction;
                   "r"(scale_d), "n"(TransposeB));                                                                     \
   }
 
-#define CKI_PRODUCTS_8(N, Type, P0, P1, P2, P3, P4, P5)                                                               \
+#define CKI_PRODUCTS_K_MAJOR(N, K, Type, P0, P1, P2, P3, P4, P5)                                                      \
   static __device__ __forceinline__ void Type##_shared(float (&d)[N / 2], u64 a, u64 b, int scale_d) {                \
-    CKI_STATEMENT(N, 32, Type, P0, P1, P2, "", "l"(a), "l"(b), "r"(scale_d));                                         \
+    CKI_STATEMENT(N, K, Type, P0, P1, P2, "", "l"(a), "l"(b), "r"(scale_d));                                          \
   }                                                                                                                   \
   static __device__ __forceinline__ void Type##_registers(float (&d)[N / 2], const u32 (&a)[4], u64 b, int scale_d) { \
-    CKI_STATEMENT(N, 32, Type, "{" P0 ", " P1 ", " P2 ", " P3 "}", P4, P5, "", CKI_FRAGMENT, "l"(b), "r"(scale_d));   \
+    CKI_STATEMENT(N, K, Type, "{" P0 ", " P1 ", " P2 ", " P3 "}", P4, P5, "", CKI_FRAGMENT, "l"(b), "r"(scale_d));    \
   }
 
 #define CKI_WGMMA(N, P0, P1, P2, P3, P4, P5, P6)                                                                      \
@@ -118,7 +118,8 @@ struct WgmmaInstruction;
   struct WgmmaInstruction<N> {                                                                                        \
     CKI_PRODUCTS_16(N, f16, P0, P1, P2, P3, P4, P5, P6)                                                               \
     CKI_PRODUCTS_16(N, bf16, P0, P1, P2, P3, P4, P5, P6)                                                              \
-    CKI_PRODUCTS_8(N, e4m3, P0, P1, P2, P3, P4, P5)                                                                   \
+    CKI_PRODUCTS_K_MAJOR(N, 32, e4m3, P0, P1, P2, P3, P4, P5)                                                         \
+    CKI_PRODUCTS_K_MAJOR(N, 8, tf32, P0, P1, P2, P3, P4, P5)                                                          \
   };
 
 CKI_WGMMA(8, "%4", "%5", "%6", "%7", "%8", "%9", "%10")

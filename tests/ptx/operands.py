@@ -10,12 +10,13 @@ import numpy as np
 import cki
 
 KERNELS = Path(__file__).parent / "kernels"
-CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "e4m3": 0x7F, "e5m2": 0x7F}
+CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "e4m3": 0x7F, "e5m2": 0x7F, "f32": 0x7FFFFFFF}
 ELEMENT = {
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "f32": np.dtype(np.float32),
 }
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 

@@ -11,15 +11,17 @@ import pytest
 from cki import dtypes
 from tests.ptx.operands import load, product_error, random_elements, widen
 
-BOUND = {"f16": 2.0**-21, "bf16": 2.0**-21, "e4m3": 2.0**-11}
+BOUND = {"f16": 2.0**-21, "bf16": 2.0**-21, "e4m3": 2.0**-11, "f32": 2.0**-21}
 SHARED, REGISTERS, A_MN_MAJOR, B_MN_MAJOR = 0, 1, 2, 4
 
 
 def multiply(device, element: str, n: int, form: int, span: int, accumulate: bool = True) -> float:
     """The error of one product D = A B^T (+ C)."""
     rng = np.random.default_rng(10)
-    k = 32 if element == "e4m3" else 16
+    k = {"e4m3": 32, "f32": 8}.get(element, 16)
     a, b = random_elements(rng, (64, k), element), random_elements(rng, (n, k), element)
+    if element == "f32":  # tf32
+        a, b = (x & np.uint32(0xFFFFE000) for x in (a, b))
     c = rng.standard_normal((64, n), np.float32)
     d = device.empty((64, n), np.float32)
     operands = [device.array(np.ascontiguousarray(x).view(np.uint8)) for x in (a, a.T, b, b.T)]
@@ -45,12 +47,13 @@ def test_sixteen_bit_arrangements(device, element: str, n: int) -> None:
     assert multiply(device, element, n, SHARED, 128, accumulate=False) <= BOUND[element]
 
 
+@pytest.mark.parametrize("element", ["e4m3", "f32"])
 @pytest.mark.parametrize("n", [16, 128])
-def test_e4m3_arrangements(device, n: int) -> None:
+def test_arrangements_along_k(device, element: str, n: int) -> None:
     for form in (SHARED, REGISTERS):
         for span in (0, 32, 64, 128):
-            error = multiply(device, "e4m3", n, form, span)
-            assert error <= BOUND["e4m3"], f"form {form}, swizzle {span}: {error}"
+            error = multiply(device, element, n, form, span)
+            assert error <= BOUND[element], f"form {form}, swizzle {span}: {error}"
 
 
 @pytest.mark.parametrize("element", list(BOUND))

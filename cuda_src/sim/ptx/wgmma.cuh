@@ -27,13 +27,14 @@ template <>
 inline constexpr int kWgmmaType<bf16> = 1;
 template <>
 inline constexpr int kWgmmaType<e4m3> = 2;
+template <>
+inline constexpr int kWgmmaType<float> = 3;
 
 template <int N, typename Element, Major MajorA, Major MajorB>
 constexpr void check_wgmma() {
   static_assert(N % 8 == 0 && N >= 8 && N <= 256, "N is a multiple of 8 up to 256");
-  static_assert(kWgmmaType<Element> >= 0, "wgmma takes f16, bf16 or e4m3");
-  static_assert(kWgmmaType<Element> != 2 || (MajorA == Major::k && MajorB == Major::k),
-                "e4m3 operands are K-major only");
+  static_assert(kWgmmaType<Element> >= 0, "wgmma takes f16, bf16, e4m3 or float");
+  static_assert(kWgmmaType<Element> < 2 || (MajorA == Major::k && MajorB == Major::k), "8 and 32 bits: K-major only");
 }
 
 }  // namespace detail

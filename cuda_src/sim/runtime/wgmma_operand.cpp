@@ -52,6 +52,17 @@ struct E4m3 {
   static float element(u32 bits, u32 i) { return e4m3_table()[bits >> 8 * i & 0xff]; }
 };
 
+// The lower 13 bits must be zero: what the hardware makes of others is its own affair, here a NaN.
+struct Tf32 {
+  static constexpr u32 kK = 8, kPerRegister = 1, kPerChunk = 4;
+  static void convert(const u8* chunk, float* out) {
+    u32 bits[kPerChunk];
+    std::memcpy(bits, chunk, kChunkBytes);
+    for (u32 i = 0; i < kPerChunk; ++i) out[i] = element(bits[i], 0);
+  }
+  static float element(u32 bits, u32) { return bits_float((bits & 0x1fff) == 0 ? bits : 0x7fffffffu); }
+};
+
 // Reads chunks from the window, each checked against the block's shared memory.
 struct ChunkReader {
   Block& block;
@@ -115,6 +126,7 @@ void read_operand_a(Block& block, const MatrixDescriptor& d, WgmmaType type, boo
                     CallSite site) {
   const ChunkReader read{block, site};
   if (type == WgmmaType::E4m3) return read_straight<E4m3>(d, false, rows, 32, out, read);
+  if (type == WgmmaType::Tf32) return read_straight<Tf32>(d, false, rows, 8, out, read);
   if (type == WgmmaType::F16) {
     return mn_major ? read_transposed<F16>(d, true, rows, 16, out, read)
                     : read_straight<F16>(d, false, rows, 16, out, read);
@@ -127,6 +139,7 @@ void read_operand_b(Block& block, const MatrixDescriptor& d, WgmmaType type, boo
                     CallSite site) {
   const ChunkReader read{block, site};
   if (type == WgmmaType::E4m3) return read_transposed<E4m3>(d, false, rows, rows, out, read);
+  if (type == WgmmaType::Tf32) return read_transposed<Tf32>(d, false, rows, rows, out, read);
   if (type == WgmmaType::F16) {
     return mn_major ? read_straight<F16>(d, true, rows, rows, out, read)
                     : read_transposed<F16>(d, false, rows, rows, out, read);
@@ -140,6 +153,7 @@ void read_register_a(const u32 (*registers)[4], WgmmaType type, float* out) {
     case WgmmaType::F16: return registers_of<F16>(registers, out);
     case WgmmaType::Bf16: return registers_of<Bf16>(registers, out);
     case WgmmaType::E4m3: return registers_of<E4m3>(registers, out);
+    case WgmmaType::Tf32: return registers_of<Tf32>(registers, out);
   }
 }
 

@@ -10,7 +10,7 @@
 
 namespace cki::sim {
 
-enum class WgmmaType : u8 { F16, Bf16, E4m3 };
+enum class WgmmaType : u8 { F16, Bf16, E4m3, Tf32 };
 
 constexpr u32 kChunkBytes = 16;
 
@@ -67,7 +67,7 @@ void for_each_chunk(const MatrixDescriptor& descriptor, bool mn_major, u32 first
 }
 
 constexpr u32 kMaxWgmmaK = 32;
-constexpr u32 wgmma_k(WgmmaType type) { return type == WgmmaType::E4m3 ? 32 : 16; }
+constexpr u32 wgmma_k(WgmmaType type) { return type == WgmmaType::E4m3 ? 32 : type == WgmmaType::Tf32 ? 8 : 16; }
 
 struct Block;
 

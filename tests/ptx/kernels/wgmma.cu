@@ -7,7 +7,7 @@
 
 using namespace cki;
 
-constexpr int kK = sizeof(Element) == 1 ? 32 : 16, kRowBytes = 32, kThreads = 128;
+constexpr int kK = 32 / static_cast<int>(sizeof(Element)), kRowBytes = 32, kThreads = 128;
 
 // Writes 16-byte chunk `chunk` of row `row` of a K-major operand.
 template <int Span>
