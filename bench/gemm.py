@@ -34,6 +34,7 @@ from cki.heuristics.linear_hopper import HopperTile
 from cki.heuristics.linear_skinny import SkinnyTile
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, Activation, WeightLayout, plan_linear
+from cki.ops.linear_fp32 import Fp32Tile
 from cki.plan import Plan
 
 #: BERT-large at 4 x 2048 and 4 x 128 tokens, all-MiniLM-L6-v2 at 16 and 96 tokens, and large squares.
@@ -43,6 +44,8 @@ SHAPES = (
     "16x384x1152", "16x384x1536:gelu", "96x384x1536:gelu", "96x1536x384:residual",
     "4096x4096x4096", "8192x8192x8192",
 )  # fmt: skip
+#: Of fp32 on Hopper.
+FP32_TILES = (Fp32Tile(3), Fp32Tile(2))
 NUMPY = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
@@ -73,7 +76,9 @@ class LinearProblem(NamedTuple):
         return "gelu" if self.epilogue == "gelu" else None
 
 
-def cki_call(problem: LinearProblem, tile: Tile | HopperTile | SkinnyTile | None) -> Callable[..., object]:
+def cki_call(
+    problem: LinearProblem, tile: Tile | HopperTile | SkinnyTile | Fp32Tile | None
+) -> Callable[..., object]:
     """`f(x, w, bias, residual, y)` by CKI; tile None is the public function with the heuristic's choice."""
     spec = LINEAR
     if tile is not None:
@@ -202,6 +207,8 @@ def measure(problem: LinearProblem, all_tiles: bool, tiles: Sequence[Tile]) -> l
     ]
     others = [*((TILES_FP32 if itemsize == 4 else TILES_16BIT) if all_tiles else ()), *tiles]
     variants += [(f"cki {name_of(tile)}", cki_call(problem, tile)) for tile in others if tile != chosen]
+    if problem.dtype == "f32" and device.arch == "sm_90a":
+        variants += [(f"cki wgmma {tile}", cki_call(problem, tile)) for tile in FP32_TILES]
     rows, torch_us = [], 0.0
     for name, run in variants:
         what = (
