@@ -238,7 +238,11 @@ class Constants(torch.nn.Module):
         self.rows, self.weight = normal(3, 64), normal(64, 64)
 
     def forward(self, x):
-        return cki.layer_norm(self.rows), cki.linear(x, self.weight), cki.linear(self.rows, x.mT, self.weight[0, :4])
+        return (
+            cki.layer_norm(self.rows),
+            cki.linear(x, self.weight),
+            cki.linear(self.rows, x.mT, self.weight[0, :4]),
+        )
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -285,7 +289,10 @@ def test_values_are_looked_at_between_two_graphs(monkeypatch, operation):
         torch._dynamo.reset()
         with pytest.raises(Exception, match="CKI_VALIDATE=1 reads values"):
             torch.compile(model, backend="eager", fullgraph=True)(*arguments)
-    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(UnsupportedError, match="CKI_VALIDATE=1 reads"):
+    with (
+        torch._subclasses.FakeTensorMode() as mode,
+        pytest.raises(UnsupportedError, match="CKI_VALIDATE=1 reads"),
+    ):
         model(*map(mode.from_tensor, arguments))
 
 
