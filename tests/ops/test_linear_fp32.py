@@ -108,6 +108,8 @@ def test_infinities_and_nan(device):
     assert np.all(got[3] == np.inf)
     assert np.all(got[4] == -np.inf)
     assert np.all(np.isnan(got[7:9]))
+    x[7, 2] = np.uint32(0x7FFFFFFF).view(F32)  # rounded to tf32 as an integer it would be zero
+    assert np.all(np.isnan(check(device, USUAL, x, w)[7]))
     largest = np.float32(np.finfo(np.float32).max)
     x, w = np.zeros((1, 4), F32), np.zeros((4, 4), F32)
     x[0, 0], w[0] = largest, (1.0, 0.5, -1.0, 0.0)

@@ -3,7 +3,7 @@
 // The same function as gemm/linear.cu, for matrices whose rows TMA can describe. Roles, ring, order of tiles and launch are
 // those of gemm/hopper/linear.cu, in its cooperative form; what is added is a warpgroup that splits.
 //
-// Split.   x = high + low, both tf32 (common/split_tf32.cuh), and so is w. wgmma reads both from shared memory, K-major: so
+// Split.   x = high + low, both tf32, as in common/split_tf32.cuh, and so is w. wgmma reads both from shared memory, K-major: so
 //          the splitters turn what TMA has brought into high parts, where it lies, and low parts beside them, each
 //          element once for a tile. A weight [K, N] lands where its low parts go, from where they take it into registers,
 //          4 x 4 elements at a time, and store both parts transposed.
@@ -16,7 +16,6 @@
 //   kVectorResidual (1 or 2: elements an access), kProducerRegisters, kSplitterRegisters, kConsumerRegisters.
 // Boxes: x_map 32 x 128; w_map 32 x 128 along K, 32 columns x 32 along N.
 // Dynamic shared memory: kStages * kStageBytes, and three barriers a stage.
-#include "common/split_tf32.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
