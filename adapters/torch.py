@@ -194,13 +194,7 @@ class TorchAdapter(Adapter):
         return _TRACED if _num_modes() and _tracing_mode() else self
 
     def require_callable(self, operation: str) -> None:
-        around = "torch.jit.trace" if _tracing_state() is not None else _num_modes() and _tracing_mode()
-        if around:
-            raise UnsupportedError(
-                f"{operation} inside {around}, which would not see the call",
-                hint="torch.export or torch.compile, which follow it; or the operator "
-                f"torch.ops.cki.{operation} of cki.adapters.torch_ops, which any trace records",
-            )
+        _require_eager(operation, operation if operation in public_specs() else "layer_norm")
 
     def view(self, tensor: torch.Tensor) -> TensorView:
         shape = tuple(tensor.shape)
@@ -217,6 +211,10 @@ class TorchAdapter(Adapter):
     def empty(
         self, shape: tuple[int, ...], dtype: DType, like: Any, stream: int | None = None
     ) -> torch.Tensor:
+        if (
+            _num_modes() or _tracing_state() is not None
+        ):  # of calls that are no operators: encoders, held plans
+            _require_eager("an encoder or a held plan", "layer_norm")
         torch_dtype = _to_torch(dtype)
         if stream is None and type(like) is not TensorView:
             # Of like's device.  empty_like takes a third of the time of torch.empty, new_empty two thirds.
@@ -324,6 +322,17 @@ def _tracing_mode() -> str:
     """The mode around us that would not see a call, or gives outputs without data; empty for none."""
     modes = (torch._C._get_dispatch_mode(key) for key in _TRACING_MODES)
     return next((type(mode).__name__ for mode in modes if mode is not None), "")
+
+
+def _require_eager(what: str, operator: str) -> None:
+    """Refuse a call that a trace around it would not see.  operator: the name of one that it would."""
+    around = "torch.jit.trace" if _tracing_state() is not None else _num_modes() and _tracing_mode()
+    if around:
+        raise UnsupportedError(
+            f"{what} inside {around}, which would not see the call",
+            hint="torch.export or torch.compile, which follow calls of operations; or the operator "
+            f"torch.ops.cki.{operator} of cki.adapters.torch_ops, which any trace records",
+        )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

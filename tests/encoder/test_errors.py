@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cki
-from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError
+from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 from tests.encoder.hf_bert import CONFIG, random_model  # noqa: E402
@@ -125,3 +125,23 @@ def test_attributes_without_a_hash(small, bad):
 def test_workspace_of_what_is_no_shape(small, arguments, error, message):
     with pytest.raises(error, match=message):
         small.workspace_nbytes(**{"batch": 2, "seq": 3, **arguments})
+
+
+def test_modes_that_trace_are_refused():
+    """Each output of a kernel would have no data there, or be recorded as an empty tensor."""
+    _, state = random_model(CONFIG)
+    weights, ids = (
+        {n: torch.from_numpy(v).float() for n, v in state.items()},
+        torch.from_numpy(some_ids(CONFIG)),
+    )
+    encoder = cki.Encoder.from_weights(weights, CONFIG)
+    with cki.device("sim"), torch.no_grad():
+        expected = encoder(ids)
+        with (
+            torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True),
+            pytest.raises(UnsupportedError, match="an encoder or a held plan inside FakeTensorMode"),
+        ):
+            encoder(ids)
+        with pytest.raises(UnsupportedError, match="inside ProxyTorchDispatchMode, which would not see"):
+            torch.fx.experimental.proxy_tensor.make_fx(encoder)(ids)
+        assert torch.equal(encoder(ids), expected)
