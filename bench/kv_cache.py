@@ -1,6 +1,6 @@
 """Host cost of a step of the paged KV cache: allocate, fill the tables, enqueue the uploads.
 
-    python bench/kv_cache.py            # on the GPU when there is one, else on the simulated device
+    python bench/kv_cache.py            # on the GPU when there is one, else on the simulated device: printed alone
 
 A step gives every running sequence one token.  "spread": lengths out of phase, so that in each step about
 sequences / block_size of them open a block.  "in phase": all open one in the same step.  "one": the same batch and no
@@ -58,7 +58,10 @@ def main() -> None:
         for sequences, context in ((1, 4096), (64, 2048), (256, 1024), (256, 4096))
         for block_size, phase in ((16, "spread"), (16, "in phase"), (16, "one"), (1, "spread"), (64, "spread"))
     ]  # fmt: skip
-    common.write_csv("kv_cache", rows)
+    if device == "cuda":
+        common.write_csv("kv_cache", rows)
+    else:
+        common.print_table(rows, list(rows[0]))
 
 
 if __name__ == "__main__":
