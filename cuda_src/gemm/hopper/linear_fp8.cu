@@ -84,11 +84,12 @@ __device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const flo
 __device__ __forceinline__ void start_products(float (&part)[kBlockN / 2], Ring& ring, u64 x_at, u64 w_at) {
   ring.wait_full();
   ptx::wgmma_fence();
-  const u32 stage = static_cast<u32>(ring.stage * Layout::kStageBytes);
+  // The shuffle: descriptors in uniform registers, fewer instructions.
+  const u32 stage = __shfl_sync(0xffffffffu, static_cast<u32>(ring.stage * Layout::kStageBytes), 0);
 #pragma unroll
   for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
     const u32 at = stage + static_cast<u32>(step * kStepDepth);
-    ptx::wgmma<kBlockN, e4m3>(part, wgmma_descriptor_advance(x_at, at), wgmma_descriptor_advance(w_at, at), step > 0);
+    ptx::wgmma<kBlockN, e4m3>(part, gemm::step_on(x_at, at), gemm::step_on(w_at, at), step > 0);
   }
   ptx::wgmma_commit_group();
   ring.advance();

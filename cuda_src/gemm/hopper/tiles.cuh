@@ -92,6 +92,11 @@ __device__ __forceinline__ void prefetch_weight(const TensorMap* w_map, const Ti
       columns, k, rank, [&](int, int c0, int c1) { ptx::tma_prefetch_2d(w_map, c0, c1); });
 }
 
+// wgmma_descriptor_advance in 32 bits: the start address does not leave the lower word.
+__device__ __forceinline__ u64 step_on(u64 descriptor, u32 bytes) {
+  return (descriptor & 0xffffffff00000000ull) | (static_cast<u32>(descriptor) + (bytes >> 4));
+}
+
 // Starts sum[i] (+)= rows [64 i, +64) of x times the weight, over one stage. `accumulate`: false overwrites sum.
 template <class Element, int kBlockN, bool kWeightAlongN, int kRowTiles>
 __device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kBlockN / 2], u64 x, u64 w, bool accumulate) {
@@ -102,8 +107,7 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kBlockN /
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       ptx::wgmma<kBlockN, Element, Major::k, kMajorW>(
-          sum[i], wgmma_descriptor_advance(x, i * 64 * kSpan + step * kStepDepth * 2),
-          wgmma_descriptor_advance(w, step * kStepW), accumulate || step > 0);
+          sum[i], step_on(x, i * 64 * kSpan + step * kStepDepth * 2), step_on(w, step * kStepW), accumulate || step > 0);
     }
   }
 }
