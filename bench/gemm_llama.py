@@ -54,10 +54,10 @@ LOW_TILES = (
     *SMALL_TILES, HopperTile(64, 64, 12, consumers=1), HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True),
     HopperTile(64, 128, 8, split=2),
 )  # fmt: skip
-#: (stages, split, ahead, left) of tiles of 16 x 64 whose warps have rings of their own.
+#: (columns, stages, ahead, left) of tiles whose warps have rings of their own, K whole.
 OWN_RINGS = (
-    (5, 2, 4, 0), (5, 2, 8, 0), (5, 2, 8, 2), (4, 2, 8, 1), (3, 2, 4, 0), (3, 2, 8, 1), (2, 2, 4, 0), (2, 2, 8, 1),
-    (5, 1, 8, 0), (5, 1, 8, 2),
+    (64, 5, 8, 0), (64, 5, 12, 0), (64, 5, 16, 0), (64, 5, 24, 0), (64, 5, 16, 2), (64, 5, 12, 4), (64, 5, 16, -1),
+    (64, 4, 12, 0), (32, 4, 8, 0), (32, 4, 16, 0),
 )  # fmt: skip
 ROUNDS = 10
 #: Without a word from the worker, it is ended.
@@ -82,8 +82,9 @@ def candidates(
                 dataclasses.replace(copying, ahead=a, left=n) for a, n in EARLY if copying.programmatic
             ]
             tiles += [
-                SkinnyTile(16, 64, 1, 4, stages, split, ahead=a, left=n, own_rings=True)
-                for stages, split, a, n in OWN_RINGS
+                SkinnyTile(16, across, 1, 4, stages, ahead=a, left=n, own_rings=True)
+                for across, stages, a, n in OWN_RINGS
+                if across > 32 or not along_n
             ]
     if 16 < rows <= 64:
         tiles += [*LOW_TILES, *(dataclasses.replace(t, ahead=a, left=n) for t in LOW_TILES for a, n in EARLY)]
