@@ -156,9 +156,23 @@ def order_after(consumer: int, producer: int, device_index: int) -> None:
         runtime.streamWaitEvent(consumer, event.ptr)
 
 
+#: cudaMemoryTypeUnregistered: plain memory of the host.
+_UNREGISTERED = 0
+
+
 def device_of_pointer(pointer: int) -> int:
-    """The GPU on which an address lies (the current one for a null pointer)."""
-    return int(runtime.pointerGetAttributes(pointer).device) if pointer else int(runtime.getDevice())
+    """The GPU on which an address lies (the current one for a null pointer).  InvalidTypeError for other memory."""
+    try:
+        if not pointer:
+            return int(runtime.getDevice())
+        attributes = runtime.pointerGetAttributes(pointer)
+    except runtime.CUDARuntimeError as error:
+        raise InvalidTypeError(f"no GPU knows address {pointer:#x}: {error}") from error
+    if attributes.type == _UNREGISTERED:
+        raise InvalidTypeError(
+            f"address {pointer:#x} is no memory of a GPU", hint="memory that CUDA allocated"
+        )
+    return int(attributes.device)
 
 
 class KeepAlive:

@@ -49,7 +49,7 @@ class InterfaceAdapter(IndirectAdapter):
         if type(tensor) is TensorView:
             return tensor
         if hasattr(tensor, "__dlpack__"):
-            kind, index = tensor.__dlpack_device__()
+            kind, index = _dlpack_device(tensor)
             if kind in _CPU_DEVICES:
                 return _walkable(from_dlpack(tensor))
             from cki.adapters import cupy
@@ -58,7 +58,10 @@ class InterfaceAdapter(IndirectAdapter):
             return _walkable(from_dlpack(tensor, -1 if cupy.is_capturing(consumer) else consumer))
         from cki.adapters import cupy
 
-        interface = tensor.__cuda_array_interface__
+        try:
+            interface = tensor.__cuda_array_interface__
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise InvalidTypeError(f"it does not show its memory: {error}") from error
         view = from_cuda_array_interface(interface, cupy.device_of_pointer, tensor)
         producer = interface_stream(interface)
         if producer is not None:
@@ -108,6 +111,16 @@ class InterfaceAdapter(IndirectAdapter):
                 self._keep_alive = KeepAlive()
             self._keep_alive.hold(list(inputs), stream, device.index)
         return list(outputs)
+
+
+def _dlpack_device(tensor: Any) -> tuple[int, int]:
+    try:
+        kind, index = tensor.__dlpack_device__()
+        return int(kind), int(index)
+    except (AttributeError, TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise InvalidTypeError(
+            f"__dlpack_device__ does not say where it lies: {error}", hint="(device type, index)"
+        ) from error
 
 
 def _walkable(view: TensorView) -> TensorView:

@@ -204,9 +204,12 @@ def _resolve(tensor: Any, name: str) -> Adapter:
     packages = [base.__module__.partition(".")[0] for base in cls.__mro__]
     module = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)
     if module is None:
-        shows_memory = (
-            hasattr(cls, "__dlpack__") or getattr(tensor, "__cuda_array_interface__", None) is not None
-        )
+        try:
+            shows_memory = (
+                hasattr(cls, "__dlpack__") or getattr(tensor, "__cuda_array_interface__", None) is not None
+            )
+        except Exception as error:
+            raise InvalidTypeError(f"{name} does not show its memory: {error}") from error
         if not shows_memory and cls is not TensorView:
             raise InvalidTypeError(
                 f"{name} is of type {type_name(cls)}, which is no tensor that CKI can read",

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from numbers import Integral
 from typing import Any
 
 from cki import dtypes
@@ -114,6 +115,8 @@ def from_capsule(capsule: Any, owner: object = None) -> TensorView:
             hint="memory of types 1 (CPU), 2 (CUDA), 3 (CUDA host) or 13 (CUDA managed)",
         )
     shape = tuple(tensor.shape[: tensor.ndim])
+    if not tensor.data and 0 not in shape:
+        raise InvalidTypeError(f"DLPack capsule of shape {shape} whose address is null")
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
     return TensorView(
         ptr=0 if 0 in shape else (tensor.data or 0) + tensor.byte_offset,
@@ -158,35 +161,49 @@ def from_cuda_array_interface(
     """The view that a `__cuda_array_interface__` dict describes.
 
     device_index_of: the GPU on which an address lies (the dict does not say).  Raises `InvalidTypeError` with all
-    that is wrong: a mask, an element type without kernels, a foreign byte order, strides that cut elements.
+    that is wrong: a mask, an element type without kernels, a foreign byte order, strides that cut elements, entries
+    that are missing or of other types.
     """
+    try:
+        typestr, shape = str(interface["typestr"]), tuple(int(extent) for extent in interface["shape"])
+        given = interface.get("strides")
+        byte_strides = None if given is None else tuple(int(stride) for stride in given)
+        address, readonly = interface["data"]
+        pointer = int(address or 0)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidTypeError(
+            f"__cuda_array_interface__ that CKI cannot read: {type(error).__name__}: {error}",
+            hint="a dict of shape, typestr, data = (address, read-only) and strides in bytes, or None",
+        ) from error
     problems = []
     if interface.get("mask") is not None:
         problems.append("it has a mask; CKI takes no masked arrays")
-    typestr = str(interface["typestr"])
     dtype = None
-    if typestr[0] == ">":
+    if typestr[:1] == ">":
         problems.append(f"element type {typestr} is big-endian; the GPU is little-endian")
-    elif typestr[1] == "V":
+    elif typestr[1:2] == "V":
         problems.append(f"element type {typestr} is untyped; bfloat16 and float8 need __dlpack__")
     else:
         try:
             dtype = dtypes.from_numpy(typestr)
         except (InvalidTypeError, TypeError):
             problems.append(f"element type {typestr} has no kernels; one of {dtypes.known_names()}")
-    shape = tuple(int(extent) for extent in interface["shape"])
+    if any(extent < 0 for extent in shape):
+        problems.append(f"shape {shape} has a negative extent")
     strides = contiguous_strides(shape)
-    if dtype is not None and interface.get("strides") is not None:
-        byte_strides = tuple(int(stride) for stride in interface["strides"])
+    if byte_strides is not None and len(byte_strides) != len(shape):
+        problems.append(f"strides {byte_strides} are not one for each of {len(shape)} axes")
+    elif byte_strides is not None and dtype is not None:
         if any(stride % dtype.itemsize for stride in byte_strides):
             problems.append(
                 f"strides {byte_strides} are not multiples of the {dtype.itemsize} bytes of an element"
             )
         strides = tuple(stride // dtype.itemsize for stride in byte_strides)
+    if not pointer and 0 not in shape:
+        problems.append("its address is null")
     if problems or dtype is None:
         raise InvalidTypeError("__cuda_array_interface__ that CKI cannot use", problems)
-    address, readonly = interface["data"]
-    pointer = 0 if 0 in shape else int(address or 0)
+    pointer = 0 if 0 in shape else pointer
     return TensorView(
         ptr=pointer,
         shape=shape,
@@ -203,9 +220,10 @@ def interface_stream(interface: Mapping[str, Any]) -> int | None:
     stream = interface.get("stream")
     if stream is None:
         return None
-    if stream == 0:
+    if not isinstance(stream, Integral) or isinstance(stream, bool) or stream < 1:
+        forbidden = ", which the protocol forbids" if stream == 0 else ""
         raise InvalidTypeError(
-            "__cuda_array_interface__ names stream 0, which the protocol forbids",
+            f"__cuda_array_interface__ names stream {stream!r}{forbidden}",
             hint="1 for the legacy default stream, 2 for the per-thread one, or a stream handle",
         )
     return int(stream)

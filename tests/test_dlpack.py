@@ -446,6 +446,12 @@ def test_interface_element_types(typestr, dtype):
         ({"typestr": "<c8"}, "element type <c8 has no kernels; one of f64, f32, f16, bf16"),
         ({"typestr": "<V2"}, "bfloat16 and float8 need __dlpack__"),
         ({"strides": (10, 3)}, r"strides \(10, 3\) are not multiples of the 4 bytes"),
+        ({"strides": (4,)}, r"strides \(4,\) are not one for each of 2 axes"),
+        ({"shape": (-1, 3)}, r"shape \(-1, 3\) has a negative extent"),
+        ({"data": (None, False)}, "its address is null"),
+        ({"data": None}, "cannot read: TypeError.*\n  hint: a dict of shape, typestr"),
+        ({"data": (4096,)}, "cannot read: ValueError"),
+        ({"shape": None}, "cannot read: TypeError"),
     ],
 )
 def test_interface_refusals(changes, said):
@@ -467,6 +473,9 @@ def test_interface_stream(given, expected):
 def test_interface_stream_zero_is_refused():
     with pytest.raises(InvalidTypeError, match="stream 0, which the protocol forbids"):
         interface_stream(interface(stream=0))
+    for stream in (-1, "1", True):
+        with pytest.raises(InvalidTypeError, match=f"names stream {stream!r}\n  hint: 1 for"):
+            interface_stream(interface(stream=stream))
 
 
 def test_bf16_through_ml_dtypes_keeps_its_bits():

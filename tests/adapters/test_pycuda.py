@@ -168,6 +168,29 @@ def test_interface_refusals_name_the_argument(cuda, array, said):
     assert said in problem
 
 
+class Silent:
+    """Says that it has the protocols, and does not keep to them."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __dlpack__(self, **_):
+        raise AssertionError("asked for memory of an unknown place")
+
+    def __dlpack_device__(self):
+        if isinstance(self.device, Exception):
+            raise self.device
+        return self.device
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", None, (1,), ("cpu", 0), RuntimeError("gone"), AttributeError("none")], ids=repr
+)
+def test_producers_that_do_not_say_where_they_lie(device):
+    (problem,) = ADAPTER.check(Silent(device), "x")
+    assert problem.startswith("x: __dlpack_device__ does not say where it lies: ")
+
+
 def test_read_only_interface_is_no_output(cuda):
     assert ADAPTER.check(GPUArray(readonly=True), "out", output=True)
     assert ADAPTER.check(GPUArray(), "out", output=True) == []
