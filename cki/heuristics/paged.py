@@ -42,8 +42,7 @@ _IN_CLUSTERS = 0.9
 #: Bytes of keys and values up to which clusters on half of the SMs are faster than all SMs and a second launch, for
 #: tiles of the size that was measured and for others.
 _CLUSTERED_BYTES, _CLUSTERED_SMALL = 256 << 20, 32 << 20
-#: Rows up to which half of the SMs keep up: 8 x 8192 keys took 64 us with 4 rows and 79 with 7 and 8, for which all SMs
-#: need 66.5 and 67.4 (H200).
+#: Rows up to which half of the SMs keep up.
 _CLUSTERED_ROWS = 4
 #: Tiles of all units up to which fewer warps, with more tiles each, are as good or better: fewer states to combine.
 _FEW_TILES = 2048
@@ -213,14 +212,8 @@ def choose_cluster(shape: DecodeShape, units: int, device: DeviceInfo) -> int:
 def choose_decode(shape: DecodeShape, device: DeviceInfo) -> DecodeConfig:
     """The configuration for a problem: one block an SM, its rings as deep as they fit.
 
-    Measured on an H200 with 32 query heads, 8 KV heads, 128 elements, bf16: 8 warps of 3 stages are 1 to 3 % faster
-    than two blocks of 4 warps from 8k keys in all on, and than 6 warps of 4; 12 warps of 2 are as fast.  4 warps of 6
-    stages are 2 % faster than 8 at 2k keys.  Clusters of 8 on 64 SMs are 9 % faster than all SMs with a second launch
-    for 4 sequences of 512 keys, 5 % for 4 of 2048, 2 to 3 % for 4 of 8192 and 8 of 4096, 1 % for 4 of 16384, and not
-    from there on; where the line is cut for many long sequences they are 3 to 13 % slower.  For 1k keys 4 warps are 3 %
-    faster there.  Clusters of 16 leave SMs idle or share some, and are slower.  More blocks than are resident are 3 to
-    8 % slower.  Blocks of one unit each are two an SM, so that one reads while the other ends.
-    e4m3: 3 stages take 15.5 us for 1 x 16384 and 4 x 4096 where 6 take 17.3, and 135.3 us for 8 x 32768 (137.2).
+    Blocks of one unit each are two an SM, so that one reads while the other ends.  docs/paged_attention.md has the
+    measurements behind warps, stages and clusters.
     """
     tiles = _row_tiles(shape)
     row_blocks = -(-shape.rows // (tiles * TILE_ROWS))
