@@ -44,7 +44,7 @@ class E4m3Tiles(HopperTiles):
         key_row = -(-head_dim // span) * span
         tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
         tiles += self.stages * -(-self.block_keys // SLAB_KEYS) * SLAB_KEYS * (value_dim + _SUM_COLUMNS)
-        return tiles + 16 * (self.consumers + 2 * self.stages + 2 + 1 + 1) + 2 * 12
+        return tiles + self.ring_bytes + 2 * 12
 
     def __str__(self) -> str:
         return super().__str__() + (", lazy" if self.lazy else "")

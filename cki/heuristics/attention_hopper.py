@@ -36,10 +36,10 @@ class HopperTiles:
     blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).
     heads: query heads of a KV head that share a tile, a divisor of their number; each consumer then has 64 // heads
     queries.  splits: parts of dense keys at most, each computed as a batch of its own and merged by a second launch.
-    copy_warps: 2 where one brings keys and one values, None for what suits the layout.
+    copy_warps: 2 where one brings keys and one values, None for what suits the number of copies.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them.  lone_copier: of keys in a cache, one thread copies all boxes instead of a warp."""
+    them."""
 
     consumers: int
     block_keys: int
@@ -52,7 +52,6 @@ class HopperTiles:
     copy_warps: int | None = None
     ahead: int | None = None
     before_values: int | None = None
-    lone_copier: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -85,6 +84,14 @@ class HopperTiles:
         """`before_values`, or its default."""
         return self.block_keys // 4 if self.before_values is None else self.before_values
 
+    def copying_warps(self, copies: int) -> int:
+        """`copy_warps`, or its default for so many TMA boxes a tile of keys.
+
+        A copying warp slows the consumers' warps beside it, so one is best where it keeps up: with blocks of 16 it took
+        0.97 of the time of two at head dimension 128, and 1.02 at 64, where three consumers end a tile sooner.
+        """
+        return self.copy_warps or (2 if self.consumers == 3 and copies > 4 else 1)
+
     def register_shares(self, packed: bool = False) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched.
 
@@ -92,9 +99,19 @@ class HopperTiles:
         """
         if self.consumers == self.blocks_per_sm == 1:
             return 0, 0
-        producer = 32 if self.consumers == 3 else 40 if packed else 24  # with 24 a search spills
+        if self.consumers == 3:
+            producer = 32
+        elif packed:  # with 24 a search spills, with 40 the copies of small blocks at head dimension 256
+            producer = 40 if self.consumers == 1 else 48
+        else:
+            producer = 24
         consumer = (_REGISTER_FILE // self.blocks_per_sm // 128 - producer) // self.consumers // 8 * 8
         return producer, min(240, consumer)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the barriers of queries, keys, values, handed-over tiles and wishes, and of values to be cleared."""
+        return 16 * (self.consumers + 2 * self.stages + 2 + 1) + 8 * self.stages
 
     def shared_memory(self, head_dim: int, value_dim: int, packed: bool = False) -> int:
         """Bytes: `SharedLayout` of shared_tiles.cuh.  Padded dimensions.  packed: sequences of their own lengths."""
@@ -105,7 +122,7 @@ class HopperTiles:
         key_row = -(-head_dim * 2 // key_span(head_dim)) * key_span(head_dim)
         tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
         tiles += self.stages * self.block_keys * value_dim * 2
-        return tiles + 16 * (self.consumers + 2 * self.stages + 2 + 1 + 1) + 2 * (28 if packed else 12)
+        return tiles + self.ring_bytes + 2 * (28 if packed else 12)
 
     def __str__(self) -> str:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
@@ -121,8 +138,6 @@ class HopperTiles:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:
             text += f", {self.before_values} before values"
-        if self.lone_copier:
-            text += ", lone copier"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

@@ -16,25 +16,10 @@ struct KeyPlace {
   int slot;
 };
 
-// A key's entry in the table, as it was read: what follows from it is computed where it is used, so that the load can wait.
-template <class TableIndex>
-struct BoxEntry {
-  TableIndex block{-1};
-  int slot = 0;
-
-  // A lane's box of tile j of a sequence of `keys` keys.
-  template <int kBoxKeys, bool, int kTileKeys, class Row>
-  __device__ __forceinline__ void find_own(const Row& row, int j, int keys) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, key = j * kTileKeys + lane * kBoxKeys;
-    if (j >= 0 && lane * kBoxKeys < kTileKeys && key < keys) *this = row.entry(key);
-  }
-
-  // blocks: of the cache. Entries outside it stand for zeros.
-  __device__ __forceinline__ KeyPlace place(int blocks) const {
-    const i64 entry = static_cast<i64>(block);
-    return {entry >= 0 && entry < blocks ? static_cast<int>(entry) : -1, slot};
-  }
-};
+// An entry of the block table. Entries outside the cache stand for zeros.
+__device__ __forceinline__ int block_or_none(i64 entry, int blocks) {
+  return entry >= 0 && entry < blocks ? static_cast<int>(entry) : -1;
+}
 
 // One sequence's row of the block table.
 template <class TableIndex>
@@ -44,47 +29,47 @@ struct BlockRow {
   int blocks;  // of the cache
   int block_size;
 
-  __device__ __forceinline__ BoxEntry<TableIndex> entry(int key) const {
+  __device__ __forceinline__ KeyPlace find(int key) const {
     const int column = key / block_size;
-    return {entries[column * entry_stride], key - column * block_size};
+    return {block_or_none(static_cast<i64>(entries[column * entry_stride]), blocks), key - column * block_size};
   }
-  __device__ __forceinline__ KeyPlace find(int key) const { return entry(key).place(blocks); }
 };
 
-// The entries of a tile's boxes, for one thread that copies them all. Slots follow from the tile where they are used.
-template <class TableIndex, int kBoxes>
-struct TileEntries {
-  TableIndex blocks[kBoxes];
-  int first_key = 0, block_size = 0;
+// Where the boxes of a tile lie, for one thread that copies them all: kBoxKeys keys each, within one block. kIsBlock: a box is
+// a block. The entries stay as they were read, so that what waits for the loads is their use.
+template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock>
+struct TileBoxes {
+  TableIndex entries[kBoxes];
+  int first_slot;
 
-  // Of tile j of a sequence of `keys` keys; kIsBlock: a box is a whole block.
-  template <int kBoxKeys, bool kIsBlock, int kTileKeys>
-  __device__ __forceinline__ void find_own(const BlockRow<TableIndex>& row, int j, int keys) {
-    first_key = j * kBoxes * kBoxKeys;
-    block_size = row.block_size;
+  // Of the tile from first_key on. Keys outside [0, keys) are not looked up.
+  __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys) {
+    int column = first_key / (kIsBlock ? kBoxKeys : row.block_size);
+    int slot = first_slot = kIsBlock ? 0 : first_key - column * row.block_size;
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i) {
-      const int key = first_key + i * kBoxKeys;
-      blocks[i] = TableIndex(-1);
-      if (j >= 0 && key < keys) blocks[i] = row.entries[(kIsBlock ? j * kBoxes + i : key / block_size) * row.entry_stride];
+    for (int box = 0; box < kBoxes; ++box) {
+      const int key = first_key + box * kBoxKeys;
+      entries[box] = TableIndex(-1);
+      if (key >= 0 && key < keys) entries[box] = row.entries[column * row.entry_stride];
+      slot += kBoxKeys;
+      if (kIsBlock || slot == row.block_size) {
+        slot = 0;
+        ++column;
+      }
     }
   }
-  template <int kBoxKeys, bool kIsBlock>
-  __device__ __forceinline__ KeyPlace place(int box, int count) const {
-    const i64 entry = static_cast<i64>(blocks[box]);
-    return {entry >= 0 && entry < count ? static_cast<int>(entry) : -1,
-            kIsBlock ? 0 : (first_key + box * kBoxKeys) % block_size};
-  }
-};
 
-// What a thread that copies knows of a tile: the entries of all boxes, or its own.
-template <class TableIndex, int kBoxes, bool kAll>
-struct TileBoxes {
-  using Type = BoxEntry<TableIndex>;
-};
-template <class TableIndex, int kBoxes>
-struct TileBoxes<TableIndex, kBoxes, true> {
-  using Type = TileEntries<TableIndex, kBoxes>;
+  // copy(box, place), in order.
+  template <class Copy>
+  __device__ __forceinline__ void for_each(int blocks, int block_size, Copy copy) const {
+    int slot = first_slot;
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      copy(box, KeyPlace{block_or_none(static_cast<i64>(entries[box]), blocks), kIsBlock ? 0 : slot});
+      slot += kBoxKeys;
+      if (slot == block_size) slot = 0;
+    }
+  }
 };
 
 // The places of the keys of a tile that this thread looks up: kTileKeys shared out among kThreads.

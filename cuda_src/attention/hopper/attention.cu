@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   StageRing<kConsumers> query_ring(smem + Layout::kQueryRing);  // a stage for each consumer
   StageRing<kStages> key_ring(smem + Layout::kKeyRing), value_ring(smem + Layout::kValueRing);
-  StageRing<1> tail(smem + Layout::kTailRing);
+  u64* const tails = reinterpret_cast<u64*>(smem + Layout::kTails);
   const Sequences packed{
       {cu_seqlens_q, q_offset_stride, sequences, query_length, 1}, key_offsets, key_offset_stride, key_length};
   const WorkOrder order{row_blocks, heads / kPackedHeads, batch_heads, section_heads, section_tiles, tiles};
@@ -101,8 +101,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     query_ring.initialise(4);
     key_ring.initialise(4 * kConsumers);
     value_ring.initialise(4 * kConsumers);
-    work.initialise(128 * kConsumers + (kPaged && !kLoneCopier ? 32 : 1) * kCopyWarps);
-    if constexpr (kPaged) tail.initialise(1);
+    work.initialise(128 * kConsumers + kCopyWarps);
+    if constexpr (kPaged) {
+      for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(tails + stage, 1);
+    }
     ptx::fence_mbarrier_init();
   }
   if constexpr (kUsedRows < kGroupRows) {  // rows of no query: nobody writes them, and what they give is not stored
@@ -115,114 +117,110 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
-    // One thread waits and copies, another warp hands tiles over. In a cache the rest of the copying warp helps to find
-    // blocks; then all its lanes wait, and meet after every wait, since a lane that falls behind would miss a phase.
-    // kCopyWarps 2, for a cache's many copies: a warp of its own brings the values.
+    // One thread waits and copies, another warp hands tiles over. kCopyWarps 2, for a cache's many copies: a thread of another
+    // warp brings the values. One thread and straight code, also for the boxes of a cache: with a warp that finds them
+    // together, the consumers beside it took 6 % more cycles a step.
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
-    if (warp == kCopyWarps) work.hand_over();
-    if (warp >= kCopyWarps) return;
-    const bool is_issuer = ptx::elect_one();
-    constexpr bool kOneThread = !kPaged || kLoneCopier;
-    if (kOneThread && !is_issuer) return;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    // A lane's box of a tile of keys in a cache: looked up when the tile before is on its way, which hides the latency.
-    using Boxes = typename TileBoxes<TableIndex, kBlockKeys / kBoxKeys, kPaged && kLoneCopier>::Type;
-    const auto find_box = [&](const SequenceTile& tile, int j) {
-      Boxes box{};
-      if constexpr (kPaged) box.template find_own<kBoxKeys, kWholeBlocks, kBlockKeys>(table_row_of(tile), j, tile.keys);
-      return box;
+    const auto range_of = [&](const SequenceTile& tile) { return Part(tile, placed.band(tile), 0).block; };
+    // The tile that ends in a block with unused slots, or none.
+    const auto cleared_tile_of = [&](const SequenceTile& tile) {
+      return kPaged && tile.keys % block_size != 0 ? tile.keys / kBlockKeys : -1;
+    };
+    if (warp == kCopyWarps) {
+      // Of a cache it also zeroes the values of unused slots when they have come, and hands these over to the consumers.
+      u32 phases = 0;  // of tails
+      work.hand_over([&](const SequenceTile& tile) {
+        if constexpr (kPaged) {
+          const Range range = range_of(tile);
+          if (range.is_empty()) return;
+          if (range.end_tile - 1 == cleared_tile_of(tile)) {
+            const int stage = value_ring.stage, first = tile.keys % kBlockKeys;
+            ptx::mbarrier_wait_parity(tails + stage, phases >> stage & 1);
+            phases ^= 1u << stage;
+            clear_rows<ValueTile>(smem + Layout::kValues + stage * ValueTile::kBytes, first,
+                                  min(kBlockKeys, first + block_size - tile.keys % block_size));
+            if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(value_ring.full + stage);
+          }
+          value_ring.stage = (value_ring.stage + range.end_tile - range.begin_tile) % kStages;
+        }
+      });
+    }
+    if (warp >= kCopyWarps || !ptx::elect_one()) return;
+    // Of a cache: looked up when the tile before is on its way, which hides the latency.
+    const auto find_boxes = [&](const SequenceTile& tile, int j) {
+      Boxes boxes;
+      if constexpr (kPaged) boxes.find(table_row_of(tile), j * kBlockKeys, tile.keys);
+      return boxes;
     };
     // Waits for room in a ring, then copies a tile of keys or values there. Whatever a copy needs is ready before that wait:
     // consumers may be waiting for the copy. last_batch: 0 where all batches share their keys or values (stride 0), which
     // the tensor map holds once.
     const auto load_rows = [&](auto type, const auto& ring, int places, const TensorMap* map, u64* full, int kv_head,
-                               const SequenceTile& tile, int j, const Boxes& box, int last_batch) {
+                               const SequenceTile& tile, int j, const Boxes& boxes, int last_batch) {
       using Type = decltype(type);
       unsigned char* const place = smem + places + ring.stage * Type::kBytes;
+      ring.wait_empty();
       if constexpr (kPaged) {
-        const auto boxes = places_of(box, blocks);
-        ring.wait_empty();
-        load_paged_tile<Type, kBoxKeys, kWholeBlocks>(place, map, full, boxes, kv_head, is_issuer);
+        load_paged_tile<Type>(place, map, full, boxes, kv_head, blocks, block_size);
       } else {
-        ring.wait_empty();
         load_tile<Type>(place, map, full, placed.first_key(tile) + j * kBlockKeys, kv_head,
                         min(placed.batch(tile), last_batch));
       }
     };
-    const auto load_keys = [&](const SequenceTile& tile, int kv_head, int j, const Boxes& box) {
-      load_rows(KeyTile{}, key_ring, Layout::kKeys, &k_map, key_ring.full + key_ring.stage, kv_head, tile, j, box,
+    const auto load_keys = [&](const SequenceTile& tile, int kv_head, int j, const Boxes& boxes) {
+      load_rows(KeyTile{}, key_ring, Layout::kKeys, &k_map, key_ring.full + key_ring.stage, kv_head, tile, j, boxes,
                 last_key_batch);
       key_ring.advance();
     };
-    // cleared_tile: that which ends in a block with unused slots, or none.
-    const auto load_values = [&](const SequenceTile& tile, int kv_head, int j, const Boxes& box,
-                                 int cleared_tile) {
-      const bool is_cleared = kPaged && j == cleared_tile;
-      u64* const full = value_ring.full + value_ring.stage;
-      load_rows(ValueTile{}, value_ring, Layout::kValues, &v_map, is_cleared ? tail.full : full, kv_head, tile, j, box,
+    const auto load_values = [&](const SequenceTile& tile, int kv_head, int j, const Boxes& boxes, int cleared_tile) {
+      u64* const full = kPaged && j == cleared_tile ? tails : value_ring.full;
+      load_rows(ValueTile{}, value_ring, Layout::kValues, &v_map, full + value_ring.stage, kv_head, tile, j, boxes,
                 last_value_batch);
-      if (is_cleared) {
-        tail.wait_full();
-        tail.advance();
-        if constexpr (!kLoneCopier) __syncwarp();
-        const int first = tile.keys - j * kBlockKeys;
-        clear_rows<ValueTile, kLoneCopier ? 1 : 32>(smem + Layout::kValues + value_ring.stage * ValueTile::kBytes, first,
-                              min(kBlockKeys, first + block_size - tile.keys % block_size));
-        if (is_issuer) ptx::mbarrier_arrive(full);
-      }
       value_ring.advance();
     };
-    // The shuffle keeps the compiler from dividing once more for each copy.
-    const auto kept = [](int value) { return kOneThread ? value : __shfl_sync(kFullWarp, value, 0); };
-    const auto kv_head_of = [&](const SequenceTile& tile) { return kept(placed.first_head(tile) / group); };
-    const auto cleared_tile_of = [&](const SequenceTile& tile) {
-      return kPaged ? kept(tile.keys % block_size != 0 ? tile.keys / kBlockKeys : -1) : -1;
-    };
+    const auto kv_head_of = [&](const SequenceTile& tile) { return placed.first_head(tile) / group; };
     if (kCopyWarps == 2 && warp == 1) {
-      for (work.template begin<kOneThread>(); work.has_work(); work.template next<kOneThread>()) {
+      for (work.template begin<true>(); work.has_work(); work.template next<true>()) {
         const SequenceTile tile = work.tile;
-        const Range range = Part(tile, placed.band(tile), 0).block;
+        const Range range = range_of(tile);
         const int kv_head = kv_head_of(tile), cleared_tile = cleared_tile_of(tile);
-        Boxes box = find_box(tile, range.end_tile - 1);
+        Boxes boxes = find_boxes(tile, range.end_tile - 1);
         for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
-          load_values(tile, kv_head, j, box, cleared_tile);
-          box = find_box(tile, j - 1);
+          load_values(tile, kv_head, j, boxes, cleared_tile);
+          boxes = find_boxes(tile, j - 1);
         }
       }
       return;
     }
-    for (work.template begin<kOneThread>(); work.has_work(); work.template next<kOneThread>()) {
+    for (work.template begin<true>(); work.has_work(); work.template next<true>()) {
       const SequenceTile tile = work.tile;
-      const Range range = Part(tile, placed.band(tile), 0).block;
+      const Range range = range_of(tile);
       if (range.is_empty()) {
-        if (is_issuer) work.wish_for_next();
+        work.wish_for_next();
         continue;
       }
       // The next tile is drawn while the last copies of this one wait for room: late, because a number drawn at the start of
       // a long tile would be the longest of those left, in the hands of the block that comes to it last.
       const int last = range.end_tile - 1, wish_at = min(last, range.begin_tile + 2);
       const int kv_head = kv_head_of(tile), cleared_tile = cleared_tile_of(tile);
-      Boxes value_box = find_box(tile, last);
-      load_keys(tile, kv_head, last, value_box);
-      Boxes box = find_box(tile, last - 1);
+      Boxes value_boxes = find_boxes(tile, last);
+      load_keys(tile, kv_head, last, value_boxes);
+      Boxes boxes = find_boxes(tile, last - 1);
 #pragma unroll 1
       for (int i = 0; i < kConsumers; ++i) {
         query_ring.wait_empty();
-        if constexpr (!kOneThread) __syncwarp();
-        if (is_issuer) {
-          load_queries<QueryTile, kPackedHeads>(
-              smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
-              tile.first_query + tile.row_block * kBlockQueries + i * kGroupQueries, placed.first_head(tile),
-              placed.batch(tile));
-        }
+        load_queries<QueryTile, kPackedHeads>(
+            smem + Layout::kQueries + i * QueryTile::kBytes, &q_map, query_ring.full + i,
+            tile.first_query + tile.row_block * kBlockQueries + i * kGroupQueries, placed.first_head(tile),
+            placed.batch(tile));
         query_ring.advance();
       }
       for (int j = last; j >= range.begin_tile; --j) {
-        if (j > range.begin_tile) load_keys(tile, kv_head, j - 1, box);
-        if (j == wish_at && is_issuer) work.wish_for_next();
-        if constexpr (kCopyWarps == 1) load_values(tile, kv_head, j, value_box, cleared_tile);
-        value_box = box;
-        box = find_box(tile, j - 2);
+        if (j > range.begin_tile) load_keys(tile, kv_head, j - 1, boxes);
+        if (j == wish_at) work.wish_for_next();
+        if constexpr (kCopyWarps == 1) load_values(tile, kv_head, j, value_boxes, cleared_tile);
+        value_boxes = boxes;
+        boxes = find_boxes(tile, j - 2);
       }
     }
     return;

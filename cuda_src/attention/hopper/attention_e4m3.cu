@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
-    if (warp == 1) work.hand_over();
+    if (warp == 1) work.hand_over([](const SequenceTile&) {});
     if (warp >= 1 || !ptx::elect_one()) return;
     const auto load_keys = [&](const SequenceTile& tile, int j) {
       key_ring.wait_empty();

@@ -8,6 +8,7 @@
 #include "attention/hopper/scheduler.cuh"
 #include "attention/hopper/shared_tiles.cuh"
 #include "attention/logits.cuh"
+#include "attention/paged_tile.cuh"
 #include "common/key_band.cuh"
 #include "common/online_softmax.cuh"
 #include "common/types.cuh"
@@ -58,6 +59,8 @@ using KeyTile = SlabTile<kBlockKeys, kHeadDim, kKeySpan>;
 using ValueTile = SlabTile<kBlockKeys, kValueDim, kValueSpan>;
 using Layout = SharedLayout<kConsumers, QueryTile, KeyTile, ValueTile, kStages,
                             static_cast<int>(kVarlen ? sizeof(SequenceTile) : sizeof(WorkTile))>;
+// Of keys and values in a cache.
+using Boxes = TileBoxes<TableIndex, kBlockKeys / kBoxKeys, kBoxKeys, kWholeBlocks>;
 using DenseWork = WorkSource<static_cast<Schedule>(kSchedule), kLimitRight>;
 using Sequences = SequenceList<kBlockQueries, kPaged, QueryOffset, KeyOffset>;
 using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRight, Sequences>;

@@ -75,8 +75,9 @@ struct PackedWorkSource {
     wish.initialise(1);
   }
 
-  // The whole work of the warp that hands over.
-  __device__ __forceinline__ void hand_over() {
+  // The whole work of the warp that hands over. prepare(tile): what else it does for a tile, after it has handed it over.
+  template <class Prepare>
+  __device__ __forceinline__ void hand_over(Prepare prepare) {
     WorkSequence<kSchedule> numbers(order.total);
     int number = static_cast<int>(blockIdx.x);
     while (true) {
@@ -94,6 +95,7 @@ struct PackedWorkSource {
       }
       ring.advance();
       if (next.row_block < 0) return;
+      prepare(next);
       if constexpr (kSchedule == Schedule::dynamic) {
         wish.warp_wait_full();
         wish.advance();

@@ -116,8 +116,9 @@ struct WorkSource {
     wish.initialise(1);
   }
 
-  // The whole work of the warp that hands over, by one thread.
-  __device__ __forceinline__ void hand_over() {
+  // The whole work of the warp that hands over, by one thread. Prepare: of packed sequences (packed_work.cuh).
+  template <class Prepare>
+  __device__ __forceinline__ void hand_over(Prepare) {
     if (kSchedule == Schedule::single || !ptx::elect_one()) return;
     WorkSequence<kSchedule> numbers(order.total);
     int number = static_cast<int>(blockIdx.x);

@@ -53,87 +53,36 @@ __device__ __forceinline__ void load_queries(unsigned char* tile, const TensorMa
   }
 }
 
-// The boxes of a tile of keys or values in a cache, by a whole warp: lane i knows the place of box i. The first one's is in
-// all lanes beforehand, so that its copy need not wait for a shuffle.
-struct PagedBoxes {
-  KeyPlace own;
-  KeyPlace first;
-
-  __device__ __forceinline__ explicit PagedBoxes(const KeyPlace& own) : own(own), first(of(0)) {}
-
-  __device__ __forceinline__ KeyPlace of(int box) const {
-    return {__shfl_sync(0xffffffffu, own.block, box), __shfl_sync(0xffffffffu, own.slot, box)};
-  }
-};
-
-template <class Entries>
-struct CheckedEntries {
-  const Entries& entries;
-  int blocks;
-};
-template <class TableIndex>
-__device__ __forceinline__ PagedBoxes places_of(const BoxEntry<TableIndex>& box, int blocks) {
-  return PagedBoxes(box.place(blocks));
-}
-template <class TableIndex, int kBoxes>
-__device__ __forceinline__ CheckedEntries<TileEntries<TableIndex, kBoxes>> places_of(
-    const TileEntries<TableIndex, kBoxes>& boxes, int blocks) {
-  return {boxes, blocks};
-}
-
-// load_tile of keys or values in a cache of blocks: a box of kBoxRows rows each, which lies within one block. A block
-// outside the cache gives zeros, and no traffic. is_issuer: of one lane.
-template <class Tile, int kBoxRows, bool>
+// The same of keys or values in a cache of blocks. A block outside the cache gives zeros, and no traffic.
+template <class Tile, class TableIndex, int kBoxes, int kBoxRows, bool kIsBlock>
 __device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full,
-                                                const PagedBoxes& boxes, int head, bool is_issuer) {
-  static_assert(kBoxRows % 16 == 0 && Tile::kRows % kBoxRows == 0, "whole swizzle patterns, whole boxes");
-  constexpr int kBoxes = Tile::kRows / kBoxRows;
-  static_assert(kBoxes <= 32, "a lane for each box");
-  if (is_issuer) ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
-  KeyPlace place = boxes.first;
-#pragma unroll 1  // the producer has few registers
-  for (int box = 0; box < kBoxes; ++box) {
-    if (is_issuer) {
-#pragma unroll
-      for (int slab = 0; slab < Tile::kSlabs; ++slab) {
-        ptx::tma_load_4d(tile + slab * Tile::kSlabBytes + box * kBoxRows * Tile::kSpan, map, full,
-                         slab * Tile::kSlabColumns, place.slot, head, place.block);
-      }
-    }
-    if (kBoxes > 1) place = boxes.of(box + 1 < kBoxes ? box + 1 : 0);
-  }
-}
-
-// The same by one thread that knows all places.
-template <class Tile, int kBoxRows, bool kIsBlock, class Entries>
-__device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full,
-                                                const CheckedEntries<Entries>& entries, int head, bool) {
+                                                const TileBoxes<TableIndex, kBoxes, kBoxRows, kIsBlock>& boxes, int head,
+                                                int blocks, int block_size) {
+  static_assert(kBoxRows % 16 == 0 && Tile::kRows == kBoxes * kBoxRows, "whole swizzle patterns, whole boxes");
   ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
-#pragma unroll
-  for (int box = 0; box < Tile::kRows / kBoxRows; ++box) {
-    const KeyPlace place = entries.entries.template place<kBoxRows, kIsBlock>(box, entries.blocks);
+  boxes.for_each(blocks, block_size, [&](int box, const KeyPlace& place) {
 #pragma unroll
     for (int slab = 0; slab < Tile::kSlabs; ++slab) {
-      ptx::tma_load_4d(tile + slab * Tile::kSlabBytes + box * kBoxRows * Tile::kSpan, map, full, slab * Tile::kSlabColumns,
-                       place.slot, head, place.block);
+      ptx::tma_load_4d(tile + slab * Tile::kSlabBytes + box * kBoxRows * Tile::kSpan, map, full,
+                       slab * Tile::kSlabColumns, place.slot, head, place.block);
     }
-  }
+  });
 }
 
 // Rows [first, end) of a tile that a copy has filled become zero, for wgmma to read. All lanes of a warp together.
-template <class Tile, int kLanes = 32>
+template <class Tile>
 __device__ __forceinline__ void clear_rows(unsigned char* tile, int first, int end) {
   constexpr int kRowPieces = Tile::kSpan / 16;  // a swizzle permutes pieces within a row
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
   for (int slab = 0; slab < Tile::kSlabs; ++slab) {
 #pragma unroll 1
-    for (int piece = first * kRowPieces + lane; piece < end * kRowPieces; piece += kLanes) {
+    for (int piece = first * kRowPieces + lane; piece < end * kRowPieces; piece += 32) {
       *reinterpret_cast<uint4*>(tile + slab * Tile::kSlabBytes + piece * 16) = make_uint4(0, 0, 0, 0);
     }
   }
   ptx::fence_proxy_async_shared();
-  if constexpr (kLanes > 1) __syncwarp();
+  __syncwarp();
 }
 
 constexpr int round_to_pattern(int bytes) { return (bytes + 1023) / 1024 * 1024; }
@@ -150,8 +99,8 @@ struct SharedLayout {
   static constexpr int kValueRing = kKeyRing + StageRing<kStages>::kBytes;
   static constexpr int kWorkRing = kValueRing + StageRing<kStages>::kBytes;
   static constexpr int kWorkNumbers = kWorkRing + StageRing<2>::kBytes;
-  static constexpr int kTailRing = kWorkNumbers + 2 * kWorkBytes;  // for values of which the producer zeroes some
-  static constexpr int kWishRing = kTailRing + StageRing<1>::kBytes;  // for the next tile (scheduler.cuh)
+  static constexpr int kTails = kWorkNumbers + 2 * kWorkBytes;  // a barrier a stage, for values of which some become zero
+  static constexpr int kWishRing = kTails + kStages * static_cast<int>(sizeof(u64));  // for the next tile (scheduler.cuh)
   static constexpr int kBytes = kWishRing + StageRing<1>::kBytes;
 };
 
