@@ -25,7 +25,6 @@ import pytest
 import cki
 from cki.device import DeviceInfo
 
-_CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 
 
