@@ -265,12 +265,12 @@ def test_the_public_function_takes_it_for_long_sequences(device, dtype):
     )
 
 
-@pytest.mark.parametrize(("block_size", "copy_warps"), [(0, 2), (16, 1), (48, 1)])
-def test_one_or_two_warps_that_copy(device, block_size, copy_warps):
-    """Those of the other layout: two for packed keys, one for a cache."""
+@pytest.mark.parametrize(("block_size", "stages"), [(0, 2), (16, 2), (48, 3)])
+def test_two_warps_that_copy(device, block_size, stages):
+    """One brings keys and one values; sequences that end in a block with unused slots."""
     make: Any = chunked if block_size else packed
     tensors = make(BF16, [70, 3, 130], [150, 90, 130], *((block_size,) if block_size else ()))
-    tiles = HopperTiles(2, 32, schedule="dynamic", copy_warps=copy_warps)
+    tiles = HopperTiles(2, 32, stages, schedule="dynamic", copy_warps=2)
     for seed in orders(device, 5):
         with every_check(device, seed):
             check(device, tensors, tiles, causal=True)
