@@ -58,6 +58,7 @@ class BareFunctions(NamedTuple):
     TF_NumDims: Any
     TF_Dim: Any
     TF_DeleteTensor: Any
+    TF_GetDeviceId: Any
     TF_AllocateOutput: Any
     TF_AllocateTemp: Any
 
@@ -87,6 +88,7 @@ _QUICK: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "TF_OpKernelContext_Failure": (None, (_P, _P)),
     "TF_NumInputs": (_I, (_P,)),
     "TF_GetInput": (None, (_P, _I, POINTER(_P), _P)),
+    "TF_GetDeviceId": (_I, (_P,)),
     "TF_TensorData": (_P, (_P,)),
     "TF_TensorByteSize": (c_size_t, (_P,)),
     "TF_TensorType": (_I, (_P,)),
