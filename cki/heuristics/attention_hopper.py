@@ -39,7 +39,7 @@ class HopperTiles:
     copy_warps: 2 where one brings keys and one values, None for what suits the number of copies.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them."""
+    them.  rolled: boxes of a cache are copied in loops that are not unrolled."""
 
     consumers: int
     block_keys: int
@@ -52,6 +52,7 @@ class HopperTiles:
     copy_warps: int | None = None
     ahead: int | None = None
     before_values: int | None = None
+    rolled: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -138,6 +139,8 @@ class HopperTiles:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:
             text += f", {self.before_values} before values"
+        if self.rolled:
+            text += ", rolled"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

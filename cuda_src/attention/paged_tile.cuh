@@ -7,6 +7,7 @@
 
 #include "attention/tile.cuh"
 #include "common/types.cuh"
+#include "ptx/cp_async.cuh"
 
 namespace cki::attention {
 
@@ -43,7 +44,7 @@ struct TileBoxes {
   int first_slot;
 
   // Of the tile from first_key on. Keys outside [0, keys) are not looked up.
-  __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys) {
+  __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys, TableIndex*) {
     int column = first_key / (kIsBlock ? kBoxKeys : row.block_size);
     int slot = first_slot = kIsBlock ? 0 : first_key - column * row.block_size;
 #pragma unroll
@@ -70,6 +71,54 @@ struct TileBoxes {
       if (slot == block_size) slot = 0;
     }
   }
+};
+
+// The same by way of the thread's own shared memory, in loops that are not unrolled.
+template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock>
+struct RolledTileBoxes {
+  const TableIndex* entries;
+  int count;
+  int first_slot;
+
+  __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys, TableIndex* own) {
+    const int column = first_key / (kIsBlock ? kBoxKeys : row.block_size);
+    int slot = first_slot = kIsBlock ? 0 : first_key - column * row.block_size;
+    count = first_key < 0 ? 0 : min(kBoxes, (keys - first_key + kBoxKeys - 1) / kBoxKeys);
+    entries = own;
+    const TableIndex* entry = row.entries + column * row.entry_stride;
+#pragma unroll 1
+    for (int box = 0; box < count; ++box) {
+      ptx::cp_async<static_cast<int>(sizeof(TableIndex))>(own + box, entry);
+      slot += kBoxKeys;
+      if (kIsBlock || slot == row.block_size) {
+        slot = 0;
+        entry += row.entry_stride;
+      }
+    }
+    ptx::cp_async_commit_group();
+  }
+
+  template <class Copy>
+  __device__ __forceinline__ void for_each(int blocks, int block_size, Copy copy) const {
+    int slot = first_slot;
+    ptx::cp_async_wait_group<0>();
+#pragma unroll 1
+    for (int box = 0; box < kBoxes; ++box) {
+      const int block = box < count ? block_or_none(static_cast<i64>(entries[box]), blocks) : -1;
+      copy(box, KeyPlace{block, kIsBlock ? 0 : slot});
+      slot += kBoxKeys;
+      if (slot == block_size) slot = 0;
+    }
+  }
+};
+
+template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kRolled>
+struct BoxesOf {
+  using Type = TileBoxes<TableIndex, kBoxes, kBoxKeys, kIsBlock>;
+};
+template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock>
+struct BoxesOf<TableIndex, kBoxes, kBoxKeys, kIsBlock, true> {
+  using Type = RolledTileBoxes<TableIndex, kBoxes, kBoxKeys, kIsBlock>;
 };
 
 // The places of the keys of a tile that this thread looks up: kTileKeys shared out among kThreads.

@@ -146,10 +146,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       });
     }
     if (warp >= kCopyWarps || !ptx::elect_one()) return;
+    __shared__ __align__(16) TableIndex scratch[kRolled ? 2 : 1][2][kRolled ? kBlockKeys / kBoxKeys : 1];
     // Of a cache: looked up when the tile before is on its way, which hides the latency.
     const auto find_boxes = [&](const SequenceTile& tile, int j) {
       Boxes boxes;
-      if constexpr (kPaged) boxes.find(table_row_of(tile), j * kBlockKeys, tile.keys);
+      if constexpr (kPaged) boxes.find(table_row_of(tile), j * kBlockKeys, tile.keys, scratch[warp][j & 1]);
       return boxes;
     };
     // Waits for room in a ring, then copies a tile of keys or values there. Whatever a copy needs is ready before that wait:
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       unsigned char* const place = smem + places + ring.stage * Type::kBytes;
       ring.wait_empty();
       if constexpr (kPaged) {
-        load_paged_tile<Type>(place, map, full, boxes, kv_head, blocks, block_size);
+        load_paged_tile<Type, kBoxKeys>(place, map, full, boxes, kv_head, blocks, block_size);
       } else {
         load_tile<Type>(place, map, full, placed.first_key(tile) + j * kBlockKeys, kv_head,
                         min(placed.batch(tile), last_batch));

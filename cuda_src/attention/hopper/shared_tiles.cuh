@@ -54,11 +54,9 @@ __device__ __forceinline__ void load_queries(unsigned char* tile, const TensorMa
 }
 
 // The same of keys or values in a cache of blocks. A block outside the cache gives zeros, and no traffic.
-template <class Tile, class TableIndex, int kBoxes, int kBoxRows, bool kIsBlock>
-__device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full,
-                                                const TileBoxes<TableIndex, kBoxes, kBoxRows, kIsBlock>& boxes, int head,
-                                                int blocks, int block_size) {
-  static_assert(kBoxRows % 16 == 0 && Tile::kRows == kBoxes * kBoxRows, "whole swizzle patterns, whole boxes");
+template <class Tile, int kBoxRows, class Boxes>
+__device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full, const Boxes& boxes,
+                                                int head, int blocks, int block_size) {
   ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
   boxes.for_each(blocks, block_size, [&](int box, const KeyPlace& place) {
 #pragma unroll
