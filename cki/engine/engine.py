@@ -18,7 +18,7 @@ from cki.engine.model import GREEDY, DecoderModel, RowSampling, StepResult, Step
 from cki.engine.output import TokenLogprob
 from cki.engine.request import Request
 from cki.engine.scheduler import Part, Scheduler
-from cki.errors import OutOfBlocksError
+from cki.errors import DeviceError, OutOfBlocksError
 
 #: One decode step under way: its result and requests.
 _Flight = tuple[StepResult, list[Request]]
@@ -59,19 +59,28 @@ class Engine:
 
     def _guarded_step(self) -> None:
         try:
-            if self._broken is not None:
-                raise self._broken
-            self.step()
+            if self._broken is None:
+                self.step()
         except BaseException as error:
-            # The device's state is unknown: every request ends.
+            # The device's state is unknown: every request ends, now and later.
             self._broken = error
             self._flight = None
-            with self._incoming_lock:
-                incoming, self._incoming = self._incoming, []
-            for request in [*self.scheduler.running, *self.scheduler.waiting, *incoming]:
-                if not request.is_finished:
-                    request.end("error", error)
+            self._end_all(error)
             raise
+        if self._broken is not None:
+            self._end_all(self._broken)
+
+    def _end_all(self, cause: BaseException) -> None:
+        """Each request gets an error of its own: what interrupted one thread (Ctrl-C) is not for others to raise."""
+        with self._incoming_lock:
+            incoming, self._incoming = self._incoming, []
+        for request in [*self.scheduler.running, *self.scheduler.waiting, *incoming]:
+            if not request.is_finished:
+                error = DeviceError(
+                    f"a step of this engine ended by {type(cause).__name__}: {cause}", hint="make a new LLM"
+                )
+                error.__cause__ = cause
+                request.end("error", error)
 
     def step(self) -> None:
         """One turn: a prefill step, if any prompt has parts left, and a decode step."""

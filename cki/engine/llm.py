@@ -13,7 +13,7 @@ import functools
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,6 +188,10 @@ class LLM:
             `default_params`.
         """
         listed = _listed(prompts)
+        if params is not None and not isinstance(params, (SamplingParams, Iterable)):
+            raise InvalidTypeError(
+                f"params is a {type(params).__name__}, not SamplingParams or a list of them"
+            )
         each = (
             [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
         )

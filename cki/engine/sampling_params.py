@@ -62,6 +62,7 @@ class SamplingParams:
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer or None"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_ALTERNATIVES, f"0 to {MAX_ALTERNATIVES}"),
             ("stop", all(self.stop_strings), "texts that are not empty"),
+            ("stop_token_ids", all(0 <= token < 2**31 for token in self.stop_token_ids), "ids of tokens, 0 or more"),
         )  # fmt: skip
         broken = [(name, allowed) for name, holds, allowed in rules if not holds]
         if broken:

@@ -248,11 +248,18 @@ def test_prompts_that_are_refused(llm, prompt, error, match):
         ({"stop": [""]}, InvalidArgumentError, "stop is"),
         ({"top_k": 1.5, "seed": "x"}, InvalidTypeError, r"(?s)top_k is 1\.5.*seed is 'x'"),
         ({"stop": 5}, InvalidTypeError, "stop is 5"),
+        ({"stop_token_ids": [5, -1]}, InvalidArgumentError, r"stop_token_ids is \[5, -1\]\n.*ids of tokens"),
+        ({"stop_token_ids": [2**31]}, InvalidArgumentError, "stop_token_ids is .2147483648"),
     ],
 )  # fmt: skip
 def test_parameters_that_are_refused(values, error, match):
     with pytest.raises(error, match=match):
         SamplingParams(**values)
+
+
+def test_params_that_are_none(llm):
+    with pytest.raises(InvalidTypeError, match="params is a int, not SamplingParams or a list"):
+        llm.generate([[5], [6]], 5)
 
 
 def test_sizes_that_are_refused():

@@ -9,6 +9,7 @@ from cki.engine.engine import Engine
 from cki.engine.model import ModelLimits
 from cki.engine.request import Request
 from cki.engine.sampling_params import SamplingParams
+from cki.errors import DeviceError
 from tests.engine.fake_model import FakeModel, answer
 
 
@@ -176,7 +177,9 @@ def test_remembered_tokens_are_those_of_the_sequence_and_rows_come_back() -> Non
     assert any(len(tokens) > 9 for tokens in remembered), "one that began again remembers its answer too"
 
 
-def test_an_error_ends_every_request() -> None:
+@pytest.mark.parametrize("cause", [RuntimeError("the device is gone"), KeyboardInterrupt()], ids=repr)
+def test_an_error_ends_every_request(cause: BaseException) -> None:
+    """With an error of the engine's: what interrupted the thread that ran the step is not for others to raise."""
     engine = engine_of(64)
     requests = [request_for([number], 20) for number in range(3)]
     for request in requests:
@@ -184,15 +187,21 @@ def test_an_error_ends_every_request() -> None:
     engine.step()
 
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("the device is gone")
+        raise cause
 
     engine.model.decode = fail  # type: ignore[method-assign, assignment]
     for request in requests:
         request.chunks.clear()
-    for _ in range(2):  # the step that fails, and every one after it
-        with pytest.raises(RuntimeError, match="gone"):
-            engine.advance(request_for([1], 5))
-    assert all(request.finish_reason == "error" and request.error is not None for request in requests)
+    with pytest.raises(type(cause)):  # in the step that fails
+        engine.advance(requests[0])
+    later = request_for([1], 5)
+    engine.add(later)
+    engine.advance(later)
+    for request in [*requests, later]:
+        assert request.finish_reason == "error"
+        assert request.error is not None and request.error.__cause__ is cause
+        assert str(request.error).startswith(f"a step of this engine ended by {type(cause).__name__}: ")
+        assert isinstance(request.error, DeviceError)
 
 
 def test_no_block_is_lost_over_many_random_requests() -> None:
