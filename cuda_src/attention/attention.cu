@@ -66,10 +66,9 @@ constexpr bool kExactWeights = kScaleFirst || sizeof(Element) == 4;
 constexpr bool kDropsAlways = sizeof(Element) == 4 || kBias || kMask || kDropout;
 constexpr bool kDrops = kHides || kDropsAlways;
 // Whether every tile is tested for what its rows may see, though all may see all of most: the registers of wide rows of
-// fp32 hold no second form of the loop's body and the limits that choose between the two.
-constexpr bool kTestsAlways = kHides && sizeof(Element) == 4 && kValueDim > 192;
-// Whether fp32 outputs are rounded sums (product.cuh): wide rows with a bias and a mask have no registers for that.
-constexpr bool kRounds = !(kBias && kMask && kValueDim > 192);
+// fp32, which have the smallest tiles of keys, hold no second form of the loop's body and the limits that choose between
+// the two.
+constexpr bool kTestsAlways = kBlockKeys == 16 && sizeof(Element) == 4 && kValueDim > 192;
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 static_assert(!kDescaled || (kScaleFirst && !kVarlen), "a descale may be negative or 0; it is a batch's and a head's");
@@ -111,7 +110,7 @@ __device__ __forceinline__ void attend_tile(Output& output, SoftmaxRow (&softmax
       dropout.apply(scores[r / 2], first, first_key, row.query, row.dropout_row);
     }
   }
-  multiply_values<kRounds, ValueTile>(output, scores, stage + KeyTile::kBytes);
+  multiply_values<ValueTile>(output, scores, stage + KeyTile::kBytes);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -292,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   Output output = {};
   SoftmaxRow softmax[kRowTiles * 2];
-  int first_repair = end_tile, last_repair = -1;  // tiles in which this thread dropped values that are not finite
+  int first_repair = end_tile;  // of the tiles in which this thread dropped values that are not finite
   for (int tile = first_tile; tile < end_tile; ++tile) {
     unsigned char* stage = smem + QueryTile::kBytes + (tile - first_tile) % 2 * kStageBytes;
     const int first_key = tile * kBlockKeys;
@@ -301,7 +300,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (kDrops && (kDropsAlways || first_key < common_begin || end_key > common_end)) {
       if (drop_own_nonfinite<ValueTile, kCopyBytes, kThreads>(stage + KeyTile::kBytes)) {
         first_repair = min(first_repair, tile);
-        last_repair = tile;
       }
     }
     if constexpr (kPaged) own_places.publish(places_of(tile + 1));
@@ -353,15 +351,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if constexpr (kDrops) {
     // Also the barrier behind the output, which other threads wrote.
-    if (__syncthreads_or(last_repair >= 0) == 0) return;
-    int* range = reinterpret_cast<int*>(smem);  // the tiles are no longer needed
-    if (threadIdx.x == 0) {
-      range[0] = end_tile;
-      range[1] = -1;
-    }
+    if (__syncthreads_or(first_repair < end_tile) == 0) return;
+    int* first = reinterpret_cast<int*>(smem);  // the tiles are no longer needed
+    if (threadIdx.x == 0) *first = end_tile;
     __syncthreads();
-    atomicMin(&range[0], first_repair);
-    atomicMax(&range[1], last_repair);
+    atomicMin(first, first_repair);
     __syncthreads();
     const auto value_row = [&](int key) -> const Source* {
       if constexpr (kPaged) {
@@ -377,8 +371,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       Result* out_row = out + out_origin() + query * out_sequence + head * out_head;
       const QueryRow<BiasElement> row = query_row(query, head);
       const auto is_kept = [&](int key) { return !kDropout || !dropout.drops(key, query, row.dropout_row); };
-      repair_row<Features, kPaged>(out_row, out_dim, value_row, v_dim, value_dim, range[0] * kBlockKeys,
-                                   (range[1] + 1) * kBlockKeys, row, band, rules, is_kept);
+      repair_row<Features, kPaged>(out_row, out_dim, value_row, v_dim, value_dim, *first * kBlockKeys, end_tile * kBlockKeys,
+                                   row, band, rules, is_kept);
     }
   }
 }

@@ -203,7 +203,7 @@ __device__ __forceinline__ void multiply_weights(float (&output)[kRowTiles][kCol
     for (int n = 0; n < kRowTiles; ++n) b[n] = right_from_weights<Compute>(weights[n], step);
     const auto add = [&](int m, const Left<Compute>& a) {
 #pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) add_product<true>(output[n][m], a, b[n]);
+      for (int n = 0; n < kRowTiles; ++n) add_product(output[n][m], a, b[n]);
     };
     if constexpr (sizeof(Element) == 4) {
       const int lane = static_cast<int>(threadIdx.x % 32);

@@ -53,9 +53,9 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const Left<float>&
 
 // The same for sums over many keys: fp32 products are summed by themselves and added in fp32, for the tensor core cuts sums
 // off instead of rounding them, which over thousands of keys adds up.
-template <bool kRounds, class Element>
+template <class Element>
 __device__ __forceinline__ void add_product(float (&sum)[4], const Left<Element>& a, const Right<Element>& b) {
-  if constexpr (kRounds && sizeof(Element) == 4) {
+  if constexpr (sizeof(Element) == 4) {
     float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     multiply_add(product, a, b);
 #pragma unroll
@@ -147,7 +147,7 @@ __device__ __forceinline__ void load_values(u32 (&words)[4], const unsigned char
 }
 
 // output[m][n] += step `step` of weights[m] times value columns [8 n, +8); a[m]: that step's weights.
-template <bool kRounds, class ValueTile, int kRowTiles, int kColumnTiles>
+template <class ValueTile, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void multiply_values_of_step(float (&output)[kRowTiles][kColumnTiles][4],
                                                         const Left<typename ValueTile::Element> (&a)[kRowTiles],
                                                         const unsigned char* values, int step) {
@@ -160,14 +160,14 @@ __device__ __forceinline__ void multiply_values_of_step(float (&output)[kRowTile
     for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, words[i]);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      add_product<kRounds>(output[m][n], a[m], b[0]);
-      add_product<kRounds>(output[m][n + 1], a[m], b[1]);
+      add_product(output[m][n], a[m], b[0]);
+      add_product(output[m][n + 1], a[m], b[1]);
     }
   }
 }
 
-// output[m][n] += weights[m] times value columns [8 n, +8). fp32 weights are used up. kRounds: see add_product.
-template <bool kRounds, class ValueTile, int kRowTiles, int kKeyTiles, int kColumnTiles>
+// output[m][n] += weights[m] times value columns [8 n, +8). fp32 weights are used up.
+template <class ValueTile, int kRowTiles, int kKeyTiles, int kColumnTiles>
 __device__ __forceinline__ void multiply_values(float (&output)[kRowTiles][kColumnTiles][4],
                                                 float (&weights)[kRowTiles][kKeyTiles][4],
                                                 const unsigned char* values) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply_values(float (&output)[kRowTiles][kColu
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) a[m] = left_from_weights<Element>(weights[m], step);
-      multiply_values_of_step<kRounds, ValueTile>(output, a, values, step);
+      multiply_values_of_step<ValueTile>(output, a, values, step);
     }
   } else {
     // Step by step, its weights moving to the front: unrolled, the compiler has products of many steps under way at
@@ -195,7 +195,7 @@ __device__ __forceinline__ void multiply_values(float (&output)[kRowTiles][kColu
           for (int e = 0; e < 4; ++e) weights[m][n - 1][e] = weights[m][n][e];
         }
       }
-      multiply_values_of_step<kRounds, ValueTile>(output, a, values, step);
+      multiply_values_of_step<ValueTile>(output, a, values, step);
     }
   }
 }

@@ -26,6 +26,18 @@ def test_attention_over_many_keys(device, head_dim):
     assert_close(out, reference.attention(q, k, v), plain_attention(q, k, v)[0])
 
 
+def test_wide_rows_with_a_bias_and_a_mask(device):
+    """The kernel with the fewest registers left."""
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(1, 16, 1, 256)).astype(np.float32)
+    k, v = (rng.normal(size=(1, 4096, 1, 256)).astype(np.float32) for _ in range(2))
+    v += 1
+    options = {"bias": rng.normal(size=(16, 4096)).astype(np.float32), "mask": rng.random((1, 4096)) < 0.9}
+    on_device = {name: device.array(value) for name, value in options.items()}
+    out = device.numpy(cki.attention(*map(device.array, (q, k, v)), **on_device))
+    assert_close(out, reference.attention(q, k, v, **options), plain_attention(q, k, v, **options)[0])
+
+
 def test_decoding_over_many_keys(device):
     rng = np.random.default_rng(2)
     q = rng.normal(size=(1, 1, 2, 64)).astype(np.float32)
