@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import common
 import ml_dtypes
 import numpy as np
+import rowwise
 
 import cki
 from cki import reference
@@ -196,11 +197,6 @@ def check(problem: Problem, run: Callable[..., object], inputs: Sequence[Any], w
     return error
 
 
-@functools.cache
-def copy_gb_per_s() -> float:
-    return common.copy_rate()
-
-
 def measure(problem: Problem, tries: Sequence[str], choice_only: bool) -> list[dict[str, object]]:
     """One row a variant: torch, the choice, the other candidates, the overrides."""
     import cupy
@@ -215,31 +211,13 @@ def measure(problem: Problem, tries: Sequence[str], choice_only: bool) -> list[d
     others = [*others, *(overridden(known[0], problem.width, text) for text in tries)]
     for config in others:
         variants.append((f"cki {config.name} {config.threads}", cki_call(problem, config)))
-    rows, torch_us = [], 0.0
-    for name, run in variants:
-        error = check(problem, run, inputs[0], f"{problem.op} {name}") if name != "torch" else 0.0
-        timing = common.graph_time(run, inputs, framework="torch")
-        if name == "torch":
-            torch_us = timing.median_us
-        line = common.row(
-            problem.op, f"rows={problem.rows} width={problem.width}", problem.dtype, name, timing,
-            nbytes=problem.nbytes, of_copy=round(problem.nbytes / timing.median_us / 1e3 / copy_gb_per_s(), 3),
-            vs_torch=round(torch_us / timing.median_us, 2), error=f"{error:.1e}",
-            copy_gb_per_s=round(copy_gb_per_s(), 1),
-        )  # fmt: skip
-        rows.append(line)
-    return rows
-
-
-def _shape(text: str) -> tuple[int, int]:
-    rows, _, width = text.partition("x")
-    return int(rows), int(width)
+    return rowwise.measured(problem, variants, inputs, lambda run, what: check(problem, run, inputs[0], what))
 
 
 def main() -> None:
     """Measures and writes norms.csv."""
     parser = argparse.ArgumentParser(description="bandwidth of layer norm and RMS norm")
-    parser.add_argument("--shape", type=_shape, action="append", help="ROWSxWIDTH; may be repeated")
+    parser.add_argument("--shape", type=rowwise.shape, action="append", help="ROWSxWIDTH; may be repeated")
     parser.add_argument("--op", choices=OPS, action="append", help="may be repeated")
     parser.add_argument(
         "--dtype", choices=sorted(NUMPY), action="append", help="may be repeated; default bf16"

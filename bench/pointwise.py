@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import common
 import ml_dtypes
 import numpy as np
+import rowwise
 from pointwise_ops import HEAD_DIM, OPS
 
 from cki.device import cuda_device
@@ -225,11 +226,6 @@ def check(problem: Problem, run: Callable[..., object], tensors: Inputs, what: s
     return worst
 
 
-@functools.cache
-def copy_gb_per_s() -> float:
-    return common.copy_rate()
-
-
 def measure(problem: Problem, tries: Sequence[str], sweep: bool) -> list[dict[str, object]]:
     """One row a variant: torch, the choice, other configurations."""
     import cupy
@@ -242,30 +238,17 @@ def measure(problem: Problem, tries: Sequence[str], sweep: bool) -> list[dict[st
     ]
     variants = [("torch", torch_call(problem)), ("cki", cki_call(problem, None))]
     variants += [(f"cki {described(config)}", cki_call(problem, config)) for config in others]
-    rows, torch_us = [], 0.0
-    for name, run in variants:
-        error = check(problem, run, tensors[0], f"{problem.op} {name}") if name != "torch" else 0.0
-        timing = common.graph_time(run, tensors, framework="torch")
-        if name == "torch":
-            torch_us = timing.median_us
-        rows.append(common.row(
-            problem.op, f"rows={problem.rows} width={problem.width}", problem.dtype, name, timing,
-            nbytes=problem.nbytes, of_copy=round(problem.nbytes / timing.median_us / 1e3 / copy_gb_per_s(), 3),
-            vs_torch=round(torch_us / timing.median_us, 2), error=f"{error:.1e}",
-            copy_gb_per_s=round(copy_gb_per_s(), 1),
-        ))  # fmt: skip
-    return rows
-
-
-def _shape(text: str) -> tuple[int, int]:
-    rows, _, width = text.partition("x")
-    return int(rows), int(width)
+    return rowwise.measured(
+        problem, variants, tensors, lambda run, what: check(problem, run, tensors[0], what)
+    )
 
 
 def main() -> None:
     """Measures and writes pointwise.csv."""
     parser = argparse.ArgumentParser(description="bandwidth of the pointwise operations")
-    parser.add_argument("--shape", type=_shape, action="append", help="ROWSxWIDTH of the output; repeatable")
+    parser.add_argument(
+        "--shape", type=rowwise.shape, action="append", help="ROWSxWIDTH of the output; repeatable"
+    )
     parser.add_argument("--op", choices=tuple(OPS), action="append", help="may be repeated")
     parser.add_argument("--dtype", choices=sorted(NUMPY), action="append", help="repeatable; default bf16")
     parser.add_argument("--sweep", action="store_true", help="measure other configurations too")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -133,3 +134,23 @@ def test_every_benchmark_is_found_and_no_module_is_one(tools):
         not {"bert_model", "peers", "peers_torch", "gemm_hopper", "run", "plot", "plot_sweeps", "common"}
         & found
     )
+
+
+def test_an_operation_on_rows_beside_torch_and_a_copy(script, monkeypatch):
+    common, rowwise = script("common"), script("rowwise")
+    microseconds = {"torch": 30.0, "cki": 10.0}
+    monkeypatch.setattr(common, "graph_time", lambda run, *_, **__: common.Timing(run(), 1.0, 1.0))
+    monkeypatch.setattr(common, "copy_rate", lambda: 200.0)
+    problem = SimpleNamespace(op="norm", rows=4, width=8, dtype="bf16", nbytes=1e6)
+    checked = []
+
+    def check(run, what):
+        checked.append(what)
+        return 1e-3
+
+    variants = [(name, lambda us=us: us) for name, us in microseconds.items()]
+    torch, cki = rowwise.measured(problem, variants, [()], check)
+    assert checked == ["norm cki"]
+    assert (torch["vs_torch"], torch["of_copy"], torch["error"]) == (1.0, 0.167, "0.0e+00")
+    assert (cki["vs_torch"], cki["of_copy"], cki["error"]) == (3.0, 0.5, "1.0e-03")  # 1 MB in 10 us
+    assert (cki["problem"], cki["copy_gb_per_s"], rowwise.shape("4x8")) == ("rows=4 width=8", 200.0, (4, 8))
