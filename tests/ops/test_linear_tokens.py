@@ -11,7 +11,6 @@ import cki
 import cki.sim
 from cki import dtypes
 from cki.device import sim_device
-from cki.engine.device_memory import DeviceTensors
 from cki.engine.program import StepProgram, Workspace
 from cki.engine.quantized import quantize_blocks
 from cki.errors import UnsupportedError
@@ -20,7 +19,7 @@ from cki.ops.linear_decode import Norm
 from cki.ops.linear_tokens import plan_linear_tokens
 from tests.compare import assert_close
 from tests.ops.inputs import BF16, F32
-from tests.ops.token_cases import EPSILON, definition
+from tests.ops.token_cases import EPSILON, definition, placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +62,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
 
 def run(case: Case, arrays, device, launches: int = 1) -> np.ndarray:
     arrays = {**arrays, "counters": np.zeros(256, np.uint32)}
-    specs = [(name, values.shape, dtypes.from_numpy(values.dtype)) for name, values in arrays.items()]
-    memory = DeviceTensors(device, specs)
-    for name, values in arrays.items():
-        memory.write(name, values)
-    memory.finish()
-    operands = {name: dense(name, shape, dtype) for name, shape, dtype in specs}
+    memory, operands = placed(arrays, device)
     plan = plan_linear_tokens(
         operands["x"], operands["w"], operands.get("bias"), operands["y"] if case.residual else None, operands["y"],
         dataclasses.replace(device, sm_count=case.sm_count), activation=case.activation, gated=case.gated,

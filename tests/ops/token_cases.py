@@ -1,4 +1,4 @@
-"""The definition that kernels for products of few tokens are held to: norm, product, gates, residual."""
+"""What the tests of products of few tokens share: operands on a device, and the definition that all are held to."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from cki import reference
+from cki import dtypes, reference
+from cki.device import DeviceInfo
+from cki.engine.device_memory import DeviceTensors
 from cki.engine.quantized import QuantizedWeight, dequantize_blocks
+from cki.operand import Operand, dense
 
 EPSILON = 1e-5
+
+
+def placed(arrays: Mapping[str, np.ndarray], device: DeviceInfo) -> tuple[DeviceTensors, dict[str, Operand]]:
+    """Copies of the arrays in the device's memory, and operands of their names."""
+    specs = [(name, values.shape, dtypes.from_numpy(values.dtype)) for name, values in arrays.items()]
+    memory = DeviceTensors(device, specs)
+    for name, values in arrays.items():
+        memory.write(name, values)
+    memory.finish()
+    return memory, {name: dense(name, shape, dtype) for name, shape, dtype in specs}
 
 
 def definition(case: Any, arrays: Mapping[str, np.ndarray], dtype: np.dtype, *, rounded: bool) -> np.ndarray:
