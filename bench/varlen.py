@@ -38,7 +38,7 @@ import cki
 from cki import dtypes
 from cki.device import sim_device
 from cki.heuristics.attention import AttentionTiles, choose_tiles
-from cki.heuristics.attention_hopper import HopperTiles, choose_packed_tiles
+from cki.heuristics.attention_hopper import FEW_QUERIES, HopperTiles, choose_packed_tiles, packable_heads
 from cki.kernel import KernelSpec
 from cki.operand import dense
 from cki.ops import varlen
@@ -268,8 +268,17 @@ def candidates(dim: int) -> dict[str, HopperTiles]:
 def chosen_with(cell: Cell, variants: Sequence[str]) -> dict[str, HopperTiles]:
     """The heuristics' choice with fields changed (`stages=3,ping_pong=False`), by name, as far as it fits an SM."""
     device = sim_device("sm_90a")  # the sizes of an H200
+    together = packable_heads(cell.group) if max(cell.queries) < FEW_QUERIES else 1
     chosen = choose_packed_tiles(
-        sum(cell.queries), len(cell.queries), cell.heads, cell.dim, cell.dim, cell.causal, True, device
+        sum(cell.queries),
+        len(cell.queries),
+        cell.heads,
+        cell.dim,
+        cell.dim,
+        cell.causal,
+        True,
+        device,
+        together,
     )
     varied = [functools.reduce(with_field, text.split(","), chosen) for text in variants]
     limit = device.shared_memory_per_block
