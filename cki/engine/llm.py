@@ -29,6 +29,7 @@ from cki.engine.output import Chunk, RequestOutput
 from cki.engine.request import Request
 from cki.engine.sampling_params import SamplingParams
 from cki.engine.tokenizer import Tokenizer
+from cki.engine.weights import checked_arrays
 from cki.errors import InvalidArgumentError, InvalidTypeError
 
 #: A text, or token ids.
@@ -126,7 +127,12 @@ class LLM:
         cls, config: ModelConfig, weights: WeightSource, tokenizer: Tokenizer | None = None, **options: Any
     ) -> LLM:  # fmt: skip
         """A model of NumPy arrays under Hugging Face's names, or of what fills its tensors on the device
-        (`cki.engine.device_weights.DeviceWeights`).  options: those of the class."""
+        (`cki.engine.device_weights.DeviceWeights`).  options: those of the class.
+
+        Raises InvalidTypeError or InvalidArgumentError with every array that is missing, too many or of a wrong shape.
+        """
+        if not callable(weights):
+            weights = checked_arrays(weights, config)
         llm = cls.__new__(cls)
         llm.default_params = SamplingParams()
         chosen = EngineOptions(**options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -121,6 +122,31 @@ def matched(
         if len(listed) > _LISTED:
             problems.note(f"... and {len(listed) - _LISTED} more like it")
     return {name: found[name] for name in wanted if name in found}
+
+
+def checked_arrays(weights: Any, config: ModelConfig) -> Mapping[str, Array]:
+    """The model's weights among arrays by name.  InvalidTypeError or InvalidArgumentError with all that is wrong."""
+    if isinstance(weights, WeightFile):  # checked when it was opened
+        return weights
+    problems = Problems(f"these weights are not those of the {config.architecture} model")
+    if not isinstance(weights, Mapping):
+        problems.note_type(
+            f"weights is a {type(weights).__name__}", "Hugging Face's names to NumPy arrays, or a function"
+        )
+        problems.refuse()
+    floats = (*(np.dtype(kind) for kind in "fed"), dtypes.bf16.numpy)
+    arrays = {}
+    for name, array in weights.items():
+        if not isinstance(array, np.ndarray):
+            problems.note_type(f"{name} is a {type(array).__name__}, not a NumPy array")
+        elif array.dtype.newbyteorder("=") not in floats:
+            problems.note_type(f"{name} is of {array.dtype}, not f32, f16, bf16 or f64")
+        else:
+            arrays[str(name)] = array
+    stored = [StoredTensor(n, n, a.shape, str(a.dtype), lambda array=a: array) for n, a in arrays.items()]  # type: ignore[misc]
+    found = matched(stored, config, problems)
+    problems.refuse()
+    return WeightFile(found)
 
 
 def widened(array: Array) -> Array:

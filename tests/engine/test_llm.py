@@ -327,3 +327,27 @@ def test_the_report_names_what_runs(llm):
     assert "llama: 2 layers of f32 on simulated device" in report
     assert f"{len(llm.model.plan(llm.model.decode_shape(1)).steps)} launches" in report
     assert "x paged_attention: " in report
+
+
+def test_weights_that_are_not_the_model_s():
+    """A square matrix's shape tells nothing; one of K's in the place of Q's had as many elements together with it."""
+    weights = random_weights(LLAMA)
+    q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
+    swapped = {**weights, q: weights[k], k: weights[q]}
+    del swapped["model.norm.weight"]
+    with pytest.raises(InvalidArgumentError) as caught:
+        LLM.from_weights(LLAMA, {**swapped, "lm_tail": np.ones(3, np.float32)}, device="sim")
+    assert caught.value.problems == (
+        f"{q} has shape (32, 64), the configuration says (96, 64)",
+        f"{k} has shape (96, 64), the configuration says (32, 64)",
+        "model.norm.weight (64,) is missing",
+        "lm_tail has no place in a llama model of this kind",
+    )
+    for wrong, words in (
+        ([1.0] * 64, "a list, not a NumPy array"),
+        (np.ones(64, np.int32), "of int32, not f32"),
+    ):
+        with pytest.raises(InvalidTypeError, match=f"model.norm.weight is {words}"):
+            LLM.from_weights(LLAMA, {**weights, "model.norm.weight": wrong}, device="sim")
+    with pytest.raises(InvalidTypeError, match="weights is a NoneType"):
+        LLM.from_weights(LLAMA, None, device="sim")
