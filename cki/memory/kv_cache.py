@@ -13,7 +13,8 @@ addresses that never change: a captured graph of a step is right for any later o
 are inert up to their full size (slot -1, length 0), so a graph captured for more sequences or tokens serves fewer.
 
 Cost of a step on the host: NumPy over the batch, one upload, and one more of the block-table rows when a row changed.
-Which block belongs to whom is `cki.memory.blocks`; not safe for several threads at once.
+Which block belongs to whom is `cki.memory.blocks`, where it lies `cki.memory.storage`.  Not safe for several threads at
+once.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from cki.adapter import stream_handle
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError
 from cki.memory import arguments
-from cki.memory.arena import Arena, CudaArena, HostArena, VirtualArena, allocation_granularity
 from cki.memory.blocks import BlockAllocator, Sequences
 from cki.memory.checks import is_integer, is_size, listed, token_counts
 from cki.memory.content import Salt
-from cki.memory.layout import CacheLayout, CacheShape
+from cki.memory.layout import CacheShape
 from cki.memory.step_tables import StepTables
+from cki.memory.storage import CacheStorage
 from cki.memory.views import CacheLayer, CacheTensor, Step
 
 
@@ -89,22 +90,22 @@ class PagedKVCache:
         self._stream = stream_handle(stream)
         arguments.refuse_capture("a new cache", self._stream)
         dlpack.collect_unconsumed()  # an export of another cache that nobody took may hold its memory
-        self._arena = self._make_arena(arguments.gpu_index(device))
+        self._storage = CacheStorage(
+            self._shape, wanted.num_blocks, self._max_num_blocks if self._can_grow else None,
+            arguments.gpu_index(device),
+        )  # fmt: skip
         self._allocator = BlockAllocator(
             wanted.num_blocks, block_size,
             max_sequences=max_sequences, max_blocks_per_sequence=self._shape.max_blocks_per_sequence,
         )  # fmt: skip
-        self._arena.commit(self._layout.ranges(wanted.num_blocks))
-        self._tables = StepTables(self._arena, self._layout, self._allocator)
+        self._tables = StepTables(self._storage.arena, self._storage.layout, self._allocator)
         # Of the step whose tables the device has, while it can go on from them.
         self._step_ids: tuple[int, ...] | None = None
         self._lost: set[int] = set()
-        self._layers = self._make_layers()
-        self._block_parts = self._layout.block_parts()
         nothing = np.zeros(0, np.int64)
         self._tables.upload(nothing, nothing, nothing, self._stream)
         if wanted.static_scales is not None:
-            self._upload_static_scales(wanted.static_scales)
+            self._storage.upload_static_scales(wanted.static_scales, self._stream)
 
     @classmethod
     def from_config(cls, config: Any, num_blocks: int | None = None, **options: Any) -> PagedKVCache:
@@ -117,38 +118,6 @@ class PagedKVCache:
         if num_blocks is None and options.get("bytes") is None:
             num_blocks = 4096
         return cls(num_blocks=num_blocks, **arguments.from_config(config, num_blocks, options))
-
-    def _make_arena(self, gpu: int | None) -> Arena:
-        granularity = HostArena.granularity
-        if gpu is not None and self._can_grow:
-            granularity = allocation_granularity(gpu)
-        self._layout = CacheLayout(self._shape, self._max_num_blocks, granularity)
-        if gpu is None:
-            return HostArena(self._layout.nbytes)
-        return (VirtualArena if self._can_grow else CudaArena)(self._layout.nbytes, gpu)
-
-    def _make_layers(self) -> list[CacheLayer]:
-        if self._shape.static_scales:
-            heads = self._shape.num_kv_heads
-            whole = [self._layout.tables[name] for name in ("k_scale", "v_scale")]
-        layers = []
-        for index in range(self._shape.num_layers):
-            places = list(self._layout.layer(index, self._allocator.num_blocks).values())
-            if self._shape.static_scales:
-                places += [p._replace(offset=p.offset + 4 * heads * index, shape=(heads,)) for p in whole]
-            layers.append(CacheLayer(*(CacheTensor(self._arena, place) for place in places)))
-        return layers
-
-    def _upload_static_scales(self, scales: tuple[np.ndarray, np.ndarray]) -> None:
-        staging = self._arena.staging(scales[0].nbytes)
-        for name, values in zip(("k_scale", "v_scale"), scales):
-            index = staging.next()
-            buffer = staging.buffers[index].view(np.float32)
-            buffer[:] = values.reshape(-1)
-            self._arena.upload(self._layout.tables[name].offset, buffer, self._stream)
-            staging.sent(index, self._stream)
-        for _ in staging.buffers:
-            staging.next()  # until all was read
 
     # ------------------------------------------------------------ tensors and counts
 
@@ -200,12 +169,12 @@ class PagedKVCache:
             raise InvalidArgumentError(
                 f"layer: index={index!r}", hint=f"an integer from 0 to {self.num_layers - 1}"
             )
-        return self._layers[index]
+        return self._storage.layers[index]
 
     def table(self, name: str) -> CacheTensor:
         """A table of the steps in its full size, by its name in `Step`: what a plan made for all steps reads."""
-        if not isinstance(name, str) or name not in self._layout.tables:
-            names = ", ".join(self._layout.tables)
+        if not isinstance(name, str) or name not in self._storage.layout.tables:
+            names = ", ".join(self._storage.layout.tables)
             raise InvalidArgumentError(f"table: name={name!r}", hint=f"one of {names}")
         return self._tables.tensor(name)
 
@@ -348,7 +317,7 @@ class PagedKVCache:
         self._step_ids, missing = None, set(copies[:, 1].tolist())
         try:
             for source, target in copies.tolist():
-                self._copy_block(source, target, stream)
+                self._storage.copy_block(source, target, stream)
                 missing.discard(target)
             yield copies
         except BaseException:
@@ -366,10 +335,6 @@ class PagedKVCache:
                 hint="free_sequence, and compute their tokens again",
             )
 
-    def _copy_block(self, source: int, target: int, stream: int) -> None:
-        for offset, nbytes in self._block_parts:
-            self._arena.copy(offset + target * nbytes, offset + source * nbytes, nbytes, stream)
-
     def grow(self, num_blocks: int) -> None:
         """More blocks, up to max_num_blocks, at the same addresses; takes effect at once, and is refused in a capture.
 
@@ -384,15 +349,14 @@ class PagedKVCache:
             problems.append(f"num_blocks={num_blocks!r} is not an integer in {span}")
         if problems:
             raise InvalidArgumentError("grow", problems, "PagedKVCache(..., max_num_blocks=the most of it)")
-        self._arena.commit(self._layout.ranges(num_blocks))
+        self._storage.grow(num_blocks)
         self._allocator.grow(num_blocks)
-        self._layers = self._make_layers()
 
     def __repr__(self) -> str:
         shape, allocator = self._shape, self._allocator
         return (
             f"PagedKVCache({shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim}, "
-            f"{shape.dtype}, {self.nbytes / 2**20:.1f} MiB on {self._arena.device}: "
+            f"{shape.dtype}, {self.nbytes / 2**20:.1f} MiB on {self._storage.arena.device}: "
             f"{allocator.num_blocks} blocks of {shape.block_size} tokens, {allocator.num_used} used, "
             f"{allocator.num_free} free, {allocator.num_cached} cached; "
             f"{allocator.num_sequences} of {shape.max_sequences} sequences)"

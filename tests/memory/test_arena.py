@@ -240,7 +240,9 @@ def test_too_little_memory_at_the_start(fake: FakeDriver) -> None:
 def test_a_cache_that_grows(fake: FakeDriver) -> None:
     options: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 64, "dtype": "e4m3", "max_sequences": 4}
     cache = PagedKVCache(2, 4, max_num_blocks=4096, **options)
-    assert all(tensor.ptr % (2 * MIB) == cache._arena.base % (2 * MIB) for tensor in cache.layer(1) if tensor)
+    assert all(
+        tensor.ptr % (2 * MIB) == cache._storage.arena.base % (2 * MIB) for tensor in cache.layer(1) if tensor
+    )
     a = cache.allocate_sequence()
     cache.prepare_step([a], 20)
     used, fake.free = fake.free, 4 * MIB

@@ -529,7 +529,7 @@ def test_memory_lives_as_long_as_anyone_holds_it(device: DeviceUnderTest) -> Non
     cache = small(device, max_num_blocks=32)
     cache.prepare_step([cache.allocate_sequence()])
     alive = weakref.ref(cache)
-    arena = weakref.ref(cache._arena)
+    arena = weakref.ref(cache._storage.arena)
     held = imported(cache.layer(0).k)
     held.fill_(5)
     gc.disable()

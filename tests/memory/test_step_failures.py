@@ -13,7 +13,7 @@ def _failing(monkeypatch, cache, name):
     def refuse(*_):
         raise DeviceError(f"{name} is refused")
 
-    monkeypatch.setattr(cache._arena, name, refuse)
+    monkeypatch.setattr(cache._storage.arena, name, refuse)
 
 
 def _two_of_one_prompt() -> tuple[PagedKVCache, int, int]:
