@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {**simulated, **({} if arguments.max_length is None else {"max_length": arguments.max_length})}
     llm = LLM(arguments.model, dtype=arguments.dtype, device=kind, quantize=arguments.quantize, **options)
     given = {name: getattr(arguments, name) for name in _CHOICE if getattr(arguments, name) is not None}
-    most = arguments.max_tokens or (_SIMULATED_TOKENS if kind == "sim" else _TOKENS)
+    default = _SIMULATED_TOKENS if kind == "sim" else _TOKENS
+    most = default if arguments.max_tokens is None else arguments.max_tokens
     params = replace(llm.default_params, max_tokens=most, stop=arguments.stop, **given)
     weights = llm.model.weight_nbytes / 2**20
     if place.why_not_gpu:

@@ -48,5 +48,7 @@ def test_what_is_wrong_is_said(folder, capsys):
     assert "there is no file or folder" in capsys.readouterr().err
     assert main(["generate", "--model", str(folder), "--device", "sim", "--top-p", "2", "t5"]) == 1
     assert "top_p is 2" in capsys.readouterr().err
+    assert main(["generate", "--model", str(folder), "--device", "sim", "--max-tokens", "0", "t5"]) == 1
+    assert "max_tokens is 0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["generate", "t5"])
