@@ -66,6 +66,13 @@ def test_tiles_fit_shared_memory_and_registers():
             assert needed <= (consumer or tiles.registers), (dim, value_dim, str(tiles))
 
 
+def test_two_warps_copy_only_where_one_falls_behind():
+    """Small blocks of a cache, many boxes a tile, for three consumers."""
+    assert [HopperTiles(3, 128).copying_warps(copies) for copies in (1, 2, 8)] == [1, 1, 2]
+    assert HopperTiles(2, 128).copying_warps(8) == 1
+    assert HopperTiles(2, 128, copy_warps=2).copying_warps(1) == 2
+
+
 def test_keys_a_tile_do_not_depend_on_queries_and_batch():
     for dim, limits, plain in itertools.product(DIMS, (False, True), (False, True)):
         chosen = {
