@@ -112,6 +112,8 @@ class JaxAdapter(IndirectAdapter):
         return isinstance(tensor, jax.core.Tracer)
 
     def view(self, tensor: Any) -> TensorView:
+        if self.is_symbolic(tensor):
+            raise InvalidTypeError("values were asked for inside a traced function", self.check(tensor))
         tensor.block_until_ready()
         view = from_capsule(tensor.__dlpack__(), tensor)
         view.readonly = not is_cache_memory(tensor)

@@ -87,6 +87,8 @@ class TensorFlowAdapter(IndirectAdapter):
             return tensor
         if tf.as_dtype(tensor.dtype) not in DLPACK_TYPES:
             raise InvalidTypeError(f"TensorFlow dtype {tf.as_dtype(tensor.dtype).name} cannot pass")
+        if self.is_symbolic(tensor):
+            raise InvalidTypeError("values were asked for of a symbolic tensor", self.check(tensor))
         concrete = _concrete(tensor)
         view = from_capsule(tf.experimental.dlpack.to_dlpack(concrete), concrete)
         view.readonly = True
