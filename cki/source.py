@@ -7,10 +7,12 @@ the author wrote, and the text alone decides the binary: a cache key over it see
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from cki._checkout import cuda_src
 from cki.dtypes import DType
@@ -73,6 +75,39 @@ def _ends_in_comment(line: str, in_comment: bool) -> bool:
     return last_open > last_close if last_open >= 0 else in_comment and last_close < 0
 
 
+class _Piece(NamedTuple):
+    """lines: of a source up to an include or its end, None where there are none.  include: that header's name, on line
+    `number`; conditional: inside an #if."""
+
+    lines: str | None
+    include: str
+    number: int
+    conditional: bool
+
+
+@functools.lru_cache(maxsize=512)
+def _pieces(text: str) -> tuple[_Piece, ...]:
+    """A source cut at its includes.  Remembered by its text, for kernels share headers and differ by their preludes."""
+    pieces: list[_Piece] = []
+    lines: list[str] = []
+    depth = 0
+    in_comment = False
+    for number, line in enumerate(text.split("\n"), start=1):
+        was_in_comment, in_comment = in_comment, _ends_in_comment(line, in_comment)
+        if was_in_comment:
+            lines.append(line)
+            continue
+        if found := _CONDITIONAL.match(line):
+            depth += -1 if found[1] == "endif" else 1
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append("" if _ONCE.match(line) else line)
+            continue
+        pieces.append(_Piece("\n".join(lines) if lines else None, include[1], number, depth > 0))
+        lines = []
+    return (*pieces, _Piece("\n".join(lines) if lines else None, "", 0, False))
+
+
 class _Inliner:
     """Expands `#include "..."`; `<...>` is left to the compiler.
 
@@ -85,25 +120,20 @@ class _Inliner:
         self._guards: dict[Path, str] = {}
         self._placed: set[Path] = set()
         self._open: list[Path] = []
+        self._found: dict[tuple[str, Path], Path | None] = {}
+        self._root = cuda_src()
+        self._real_root = self._root.resolve()
 
     def expand(self, text: str, shown_name: str, directory: Path, *, conditional: bool = False) -> str:
         """`text` with its headers; `shown_name` is what messages call it; `directory` is where it lies."""
         out = [f'#line 1 "{shown_name}"']
-        depth = 0
-        in_comment = False
-        for number, line in enumerate(text.split("\n"), start=1):
-            was_in_comment, in_comment = in_comment, _ends_in_comment(line, in_comment)
-            if was_in_comment:
-                out.append(line)
-                continue
-            if found := _CONDITIONAL.match(line):
-                depth += -1 if found[1] == "endif" else 1
-            include = _INCLUDE.match(line)
-            if include is None:
-                out.append("" if _ONCE.match(line) else line)
-                continue
-            out.append(self._header(include[1], shown_name, number, directory, conditional or depth > 0))
-            out.append(f'#line {number + 1} "{shown_name}"')
+        for piece in _pieces(text):
+            if piece.lines is not None:
+                out.append(piece.lines)
+            if piece.include:
+                within = conditional or piece.conditional
+                out.append(self._header(piece.include, shown_name, piece.number, directory, within))
+                out.append(f'#line {piece.number + 1} "{shown_name}"')
         return "\n".join(out) + "\n"
 
     def _header(self, name: str, includer: str, number: int, directory: Path, conditional: bool) -> str:
@@ -127,13 +157,12 @@ class _Inliner:
         return f"#ifndef {guard}\n#define {guard}\n{body}#endif"
 
     def _find(self, name: str, directory: Path) -> Path | None:
-        for base in (directory, self._kernel_directory, cuda_src()):
-            path = base / name
-            if path.is_file():
-                return path.resolve()
-        return None
+        key = name, directory
+        if key not in self._found:
+            paths = (base / name for base in (directory, self._kernel_directory, self._root))
+            self._found[key] = next((path.resolve() for path in paths if path.is_file()), None)
+        return self._found[key]
 
-    @staticmethod
-    def _shown(path: Path, name: str) -> str:
-        root = cuda_src().resolve()
-        return path.relative_to(root).as_posix() if path.is_relative_to(root) else name
+    def _shown(self, path: Path, name: str) -> str:
+        inside = path.is_relative_to(self._real_root)
+        return path.relative_to(self._real_root).as_posix() if inside else name
