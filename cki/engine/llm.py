@@ -157,9 +157,11 @@ class LLM:
         config = with_ends(config, stated.get("eos_token_id"))
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_huggingface(tokenizer)
-        if options.get("quantize") is not None:
+        decided = [name for name in ("dtype", "device", "quantize") if options.pop(name, None) is not None]
+        if decided:
             raise InvalidArgumentError(
-                "quantize with weights that torch shares", hint="LLM of the model's files"
+                f"{' and '.join(decided)} with weights that torch shares",
+                hint="model.to(...) before, for another type or device; LLM of the model's files to quantise",
             )
         llm = cls.__new__(cls)
         llm.default_params = SamplingParams.recommended(stated)

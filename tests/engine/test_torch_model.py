@@ -88,3 +88,6 @@ def test_what_is_refused():
         LLM.from_torch(model, **OPTIONS)
     with pytest.raises(InvalidTypeError, match="float64"):
         LLM.from_torch(made("Llama").double(), **OPTIONS)
+    for name, value in (("dtype", "f16"), ("device", "sim"), ("quantize", "fp8")):
+        with pytest.raises(InvalidArgumentError, match=f"{name} with weights that torch shares"):
+            LLM.from_torch(made("Llama"), **{**OPTIONS, name: value})
