@@ -380,10 +380,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="the choice with these fields of HopperTiles changed, beside it; may be repeated",
     )  # fmt: skip
     parser.add_argument("--blocks", nargs="+", type=int, help="only cells with blocks of so many keys")
+    parser.add_argument("--dims", nargs="+", type=int, help="only cells of these head dimensions")
     parser.add_argument("--block-order", choices=("random", "rising"), default="random")
     options = parser.parse_args(argv)
     wanted = cells(options.set, options.block_order == "random")
-    wanted = [cell for cell in wanted if cell.block in (options.blocks or (cell.block,))]
+    wanted = [
+        cell
+        for cell in wanted
+        if cell.block in (options.blocks or (cell.block,)) and cell.dim in (options.dims or (cell.dim,))
+    ]
     engine_models.compile_ahead(kernels_of(wanted, options.variant), "sm_90a")
     common.require_gpu()
     rows: list[dict[str, object]] = []
