@@ -120,6 +120,7 @@ def normalised(x: np.ndarray, gamma: Any, beta: Any, kind: str) -> tuple[np.ndar
     ("tile", "dtype", "layout", "depth"),
     [
         (TURNS, F16, "in_out", 264),
+        (TURNS, F16, "out_in", 1152),  # a whole round of 16 slots, and two more
         (SHARED, BF16, "out_in", 72),
         (TALL, F16, "out_in", 200),
         (SPARE_TURNS, F16, "in_out", 2056),

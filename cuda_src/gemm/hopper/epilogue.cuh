@@ -21,15 +21,12 @@
 #include "common/types.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/epilogue.cuh"
+#include "gemm/hopper/output_buffers.cuh"
 #include "gemm/hopper/row_norm.cuh"
 #include "gemm/hopper/tiles.cuh"
-#include "ptx/bulk.cuh"
-#include "ptx/fence.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace cki::gemm {
@@ -38,64 +35,6 @@ namespace cki::gemm {
 struct EvenRows {
   i64 stride;
   __device__ __forceinline__ i64 operator()(int row) const { return row * stride; }
-};
-
-// A warp's buffers for what it stores. One lane issues and waits, because bulk groups belong to a thread.
-struct OutputBuffers {
-  unsigned char* memory;
-  u64* landed = nullptr;  // completes when a tile's residual is in the buffers
-  u32 phase = 0;
-  int next = 0;
-
-  // All lanes, before a tile's products: asks for the residual of the warp's slabs, kAcross beside each other, that are
-  // inside rows x columns. Stores of the tile before have been read by then, or nearly.
-  template <int kRowTiles, int kAcross>
-  __device__ __forceinline__ void fetch(const TensorMap* map, int first_row, int first_column, int rows, int columns) {
-    next = 0;
-    if (threadIdx.x % 32 != 0) return;
-    ptx::bulk_wait_group_read<0>();
-    const int down = first_row >= rows ? 0 : min((rows - first_row + 63) / 64, kRowTiles);
-    const int across = first_column >= columns ? 0 : min((columns - first_column + kSlabColumns - 1) / kSlabColumns, kAcross);
-    ptx::mbarrier_arrive_expect_tx(landed, static_cast<u32>(down * across * kWarpSlabBytes));
-#pragma unroll
-    for (int slab = 0; slab < kRowTiles * kAcross; ++slab) {
-      const int i = slab / kAcross, j = slab % kAcross;
-      if (i >= down || j >= across) continue;
-      ptx::tma_load_2d(memory + slab * kWarpSlabBytes, map, landed, first_column + j * kSlabColumns, first_row + i * 64);
-    }
-  }
-
-  // All lanes: what was asked for is there.
-  __device__ __forceinline__ void wait_fetched() {
-    ptx::mbarrier_wait_parity(landed, phase);
-    phase ^= 1;
-    __syncwarp();  // the lane that begins the next phase must not leave others behind in this one
-  }
-
-  // All lanes: the buffer to fill next; its last store has been read. kCount: of the buffers.
-  template <int kCount>
-  __device__ __forceinline__ unsigned char* acquire() const {
-    if (threadIdx.x % 32 == 0) ptx::bulk_wait_group_read<kCount - 1>();
-    __syncwarp();
-    return memory + next * kWarpSlabBytes;
-  }
-
-  // All lanes: the buffer has been written; store it. kCount: of the buffers.
-  template <int kCount>
-  __device__ __forceinline__ void store(const TensorMap* y_map, int column, int row) {
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      ptx::tma_store_2d(y_map, memory + next * kWarpSlabBytes, column, row);
-      ptx::bulk_commit_group();
-    }
-    next = (next + 1) % kCount;
-  }
-
-  // Before the thread exits: shared memory must outlive the reads of the last stores.
-  __device__ __forceinline__ void drain() const {
-    if (threadIdx.x % 32 == 0) ptx::bulk_wait_group_read<0>();
-  }
 };
 
 // Two neighbouring elements as they lie in memory: 16-bit ones take half the registers of two floats.
@@ -167,25 +106,52 @@ struct SlabInputs {
     return min(result.columns - first_column - lane % 4 * 2 - j * 8, 2);
   }
 
+  // All of it.
   __device__ __forceinline__ void load(const Result<Element, Bias>& result, int first_row, int first_column) {
-    if constexpr (!Rules::kHasBias && !Rules::kHasResidual) return;
+    load_columns(result, first_column);
+    load_rows(result, first_row, first_column);
+  }
+
+  // What belongs to the columns.
+  __device__ __forceinline__ void load_columns(const Result<Element, Bias>& result, int first_column) {
+    if constexpr (!Rules::kHasBias && Rules::kRowNorm != RowNorm::kResidual) return;
     if (first_column + kSlabColumns <= result.columns) {
-      load_blocks<true>(result, first_row, first_column);
+      load_column_blocks<true>(result, first_column);
     } else {
-      load_blocks<false>(result, first_row, first_column);
+      load_column_blocks<false>(result, first_column);
+    }
+  }
+
+  // The same from another slab of these columns.
+  __device__ __forceinline__ void take_columns(const SlabInputs& other) {
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      bias[j] = other.bias[j];
+      if constexpr (Rules::kGated) up_bias[j] = other.up_bias[j];
+      if constexpr (Rules::kRowNorm == RowNorm::kResidual) gamma[j] = other.gamma[j];
+    }
+  }
+
+  // The residual, where TMA does not bring it.
+  __device__ __forceinline__ void load_rows(const Result<Element, Bias>& result, int first_row, int first_column) {
+    if constexpr (!Rules::kHasResidual || Rules::kTmaResidual) return;
+    if (first_column + kSlabColumns <= result.columns) {
+      load_row_blocks<true>(result, first_row, first_column);
+    } else {
+      load_row_blocks<false>(result, first_row, first_column);
     }
   }
 
   // kWhole: all columns of the slab exist, and no load needs a condition of its own.
   template <bool kWhole>
-  __device__ __forceinline__ void load_blocks(const Result<Element, Bias>& result, int first_row, int first_column) {
+  __device__ __forceinline__ void load_column_blocks(const Result<Element, Bias>& result, int first_column) {
     const int lane = opaque_lane();
-    const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;
-    if constexpr (Rules::kHasBias) {
+    const int column = first_column + lane % 4 * 2;
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
-        if (there <= 0) continue;
+    for (int j = 0; j < kBlocks; ++j) {
+      const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
+      if (there <= 0) continue;
+      if constexpr (Rules::kHasBias) {
         const Bias* from = result.bias + (result.gate_column + at) * result.bias_stride;
         bias[j].template load<Rules::kVectorBias>(from, result.bias_stride, there);
         if constexpr (Rules::kGated) {
@@ -193,27 +159,26 @@ struct SlabInputs {
           up_bias[j].template load<Rules::kVectorBias>(from, result.bias_stride, there);
         }
       }
+      if constexpr (Rules::kRowNorm == RowNorm::kResidual) {
+        gamma[j].template load<Rules::kVectorBias>(result.gamma + at, 1, there);
+      }
     }
-    if constexpr (Rules::kRowNorm == RowNorm::kResidual) {
+  }
+
+  template <bool kWhole>
+  __device__ __forceinline__ void load_row_blocks(const Result<Element, Bias>& result, int first_row, int first_column) {
+    const int lane = opaque_lane();
+    const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + half * 8 >= result.rows) continue;
+      const Element* source = result.residual.data + result.residual.row_offset(row + half * 8);
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
         const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
         if (there <= 0) continue;
-        gamma[j].template load<Rules::kVectorBias>(result.gamma + at, 1, there);
-      }
-    }
-    if constexpr (Rules::kHasResidual && !Rules::kTmaResidual) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (row + half * 8 >= result.rows) continue;
-        const Element* source = result.residual.data + result.residual.row_offset(row + half * 8);
-#pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
-          const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
-          if (there <= 0) continue;
-          added[j][half].template load<Rules::kVectorResidual>(source + at * result.residual.column_stride,
-                                                               result.residual.column_stride, there);
-        }
+        added[j][half].template load<Rules::kVectorResidual>(source + at * result.residual.column_stride,
+                                                             result.residual.column_stride, there);
       }
     }
   }
@@ -345,8 +310,8 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
   }
 }
 
-// The warp's part of a tile: rows [first_row, +16) of each 64, kCount * 2 columns. inputs: of the first slab. moments:
-// of rows that are normalised.
+// The warp's part of a tile: rows [first_row, +16) of each 64, kCount * 2 columns. inputs: of the first slab; those below
+// each other share what belongs to their columns. moments: of rows that are normalised.
 template <class Rules, int kRowTiles, int kCount, class Element, class Bias>
 __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount],
                                            SlabInputs<Rules, Element, Bias> inputs,
@@ -356,15 +321,20 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
   if constexpr (Rules::kTmaResidual) buffers.wait_fetched();
 #pragma unroll
   for (int slab = 0; slab < kSlabs; ++slab) {
-    const int next = slab + 1;
+    const int row_tile = slab % kRowTiles, across = slab / kRowTiles, next = slab + 1;
     SlabInputs<Rules, Element, Bias> ahead;
     if (next < kSlabs) {
-      ahead.load(result, first_row + next / kAcross * 64, first_column + next % kAcross * kSlabColumns);
+      const int row = first_row + next % kRowTiles * 64, column = first_column + next / kRowTiles * kSlabColumns;
+      if (next % kRowTiles == 0) {
+        ahead.load_columns(result, column);
+      } else {
+        ahead.take_columns(inputs);
+      }
+      ahead.load_rows(result, row, column);
     }
-    const int first = slab % kAcross * (kSlabColumns / 2), first_up = first + kAcross * (kSlabColumns / 2);
-    write_slab(sum[slab / kAcross], first, first_up, inputs, result, buffers, first_row + slab / kAcross * 64,
-               first_column + slab % kAcross * kSlabColumns, moments.mean[slab / kAcross],
-               moments.rstd[slab / kAcross]);
+    const int first = across * (kSlabColumns / 2), first_up = first + kAcross * (kSlabColumns / 2);
+    write_slab(sum[row_tile], first, first_up, inputs, result, buffers, first_row + row_tile * 64,
+               first_column + across * kSlabColumns, moments.mean[row_tile], moments.rstd[row_tile]);
     inputs = ahead;
   }
 }

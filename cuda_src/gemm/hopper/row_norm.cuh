@@ -26,15 +26,101 @@ constexpr float kLargestMean = 32.0f;
 
 // Over the four lanes that have a row of wgmma's accumulators between them.
 __device__ __forceinline__ float quad_sum(float value) {
-  value += __shfl_xor_sync(0xffffffffu, value, 1);
-  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+  value += __shfl_xor_sync(0xffffffffu, value, 2);
+  return value + __shfl_xor_sync(0xffffffffu, value, 1);
 }
 
-// (mean, 1 / sqrt(variance + epsilon)) of a row from the sums of four lanes. inverse: one over its elements. centred:
-// deviations from the mean, else from zero.
-__device__ __forceinline__ float2 moments_of_sums(float sum, float squares, float inverse, float epsilon, bool centred) {
-  const float middle = centred ? quad_sum(sum) * inverse : 0.0f;
-  const float variance = fmaf(-middle, middle, quad_sum(squares) * inverse);
+// The same of several rows in fewer instructions: lane q of the four gets the sum of row q * kRows / 4.
+template <int kRows>
+__device__ __forceinline__ float quad_sums(const float (&values)[kRows]) {
+  static_assert(kRows == 1 || kRows == 2 || kRows == 4, "a row, or half of the rows, for each lane");
+  if constexpr (kRows == 1) {
+    return quad_sum(values[0]);
+  } else {
+    constexpr int kHalf = kRows / 2;
+    const bool is_upper = threadIdx.x % 4 >= 2;
+    float kept[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float given = is_upper ? values[i] : values[i + kHalf];
+      kept[i] = (is_upper ? values[i + kHalf] : values[i]) + __shfl_xor_sync(0xffffffffu, given, 2);
+    }
+    if constexpr (kHalf == 1) return kept[0] + __shfl_xor_sync(0xffffffffu, kept[0], 1);
+    const bool is_odd = threadIdx.x % 2 != 0;
+    const float given = is_odd ? kept[0] : kept[kHalf - 1];
+    return (is_odd ? kept[kHalf - 1] : kept[0]) + __shfl_xor_sync(0xffffffffu, given, 1);
+  }
+}
+
+// Adds a lane's share of the next 16 slots of some rows, which begins at rows[i]: of each eight slots two beside each
+// other, 16 bytes. kWhole: rows have an even number of slots, and begin at multiples of 16 bytes. kFull: all of them
+// exist, else `left` from rows[i] on.
+template <bool kWhole, bool kFull, int kRows>
+__device__ __forceinline__ void add_slots(const float2* const (&rows)[kRows], int left, float (&sum)[kRows],
+                                          float (&squares)[kRows]) {
+  constexpr int kAhead = 2;  // loads of a row before the first is used: under load a latency is a microsecond
+  float4 parts[kAhead][kRows];
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j) {
+    const int at = 8 * j;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if constexpr (kWhole) {
+        parts[j][i] = kFull || at < left ? *reinterpret_cast<const float4*>(rows[i] + at) : make_float4(0, 0, 0, 0);
+      } else {
+        const float2 first = at < left ? rows[i][at] : make_float2(0, 0);
+        const float2 second = at + 1 < left ? rows[i][at + 1] : make_float2(0, 0);
+        parts[j][i] = make_float4(first.x, first.y, second.x, second.y);
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      sum[i] += parts[j][i].x + parts[j][i].z;
+      squares[i] += parts[j][i].y + parts[j][i].w;
+    }
+  }
+}
+
+// (mean, 1 / sqrt(variance + epsilon)) from statistics, of the row of which lane q of four gets what there is to know:
+// q * kRows / 4. numbers: of the rows, each of `columns` elements. All lanes take part. centred: deviations from the
+// mean, else from zero.
+template <int kRows>
+__device__ __forceinline__ float2 moments_of_rows(const float* statistics, const int (&numbers)[kRows], int columns,
+                                                  float epsilon, bool centred) {
+  constexpr int kStep = 16;  // slots that four lanes add at once
+  const int slots = (columns + kSlabColumns - 1) / kSlabColumns, own = static_cast<int>(threadIdx.x) % 4 * 2;
+  const float2* rows[kRows];
+  float sum[kRows] = {}, squares[kRows] = {};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    rows[i] = reinterpret_cast<const float2*>(statistics) + own + static_cast<i64>(numbers[i]) * slots;
+  }
+  const auto advance = [&] {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) rows[i] += kStep;
+  };
+  int left = slots;
+  if (slots % 2 == 0) {
+#pragma unroll 1
+    for (; left >= kStep; left -= kStep) {
+      add_slots<true, true>(rows, left, sum, squares);
+      advance();
+    }
+    if (left > 0) add_slots<true, false>(rows, left - own, sum, squares);
+  } else {
+#pragma unroll 1
+    for (; left > 0; left -= kStep) {
+      add_slots<false, false>(rows, left - own, sum, squares);
+      advance();
+    }
+  }
+  const float inverse = 1.0f / static_cast<float>(columns);
+  const float total = quad_sums(sum), total_squares = quad_sums(squares);
+  const float middle = centred ? total * inverse : 0.0f;
+  const float variance = fmaf(-middle, middle, total_squares * inverse);
   return make_float2(middle, rsqrtf((variance < 0.0f ? 0.0f : variance) + epsilon));  // a variance of NaN stays one
 }
 
@@ -53,38 +139,14 @@ struct RowMoments {
   // statistics: [rows, ceil(columns / 64), 2]. centred: deviations from the mean, else from zero. All lanes take part.
   __device__ __forceinline__ void load(const float* statistics, int first_row, int rows, int columns, float epsilon,
                                        bool centred) {
-    constexpr int kAhead = 4;  // loads of a row before the first is used: under load a latency is a microsecond
-    const int slots = (columns + kSlabColumns - 1) / kSlabColumns;
-    const float2* from[kRows];
-    float sum[kRows] = {}, squares[kRows] = {};
+    int numbers[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) numbers[i] = row_of(i, first_row, rows);
+    const float2 found = moments_of_rows(statistics, numbers, columns, epsilon, centred);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      from[i] = reinterpret_cast<const float2*>(statistics) + static_cast<i64>(row_of(i, first_row, rows)) * slots;
-    }
-    for (int slot = static_cast<int>(threadIdx.x) % 4; slot < slots; slot += 4 * kAhead) {
-      float2 parts[kAhead][kRows];
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          parts[j][i] = slot + 4 * j < slots ? from[i][slot + 4 * j] : make_float2(0.0f, 0.0f);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          sum[i] += parts[j][i].x;
-          squares[i] += parts[j][i].y;
-        }
-      }
-    }
-    const float inverse = 1.0f / static_cast<float>(columns);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float2 found = moments_of_sums(sum[i], squares[i], inverse, epsilon, centred);
-      mean[i / 2][i % 2] = found.x;
-      rstd[i / 2][i % 2] = found.y;
+      mean[i / 2][i % 2] = __shfl_sync(0xffffffffu, found.x, i * 4 / kRows, 4);
+      rstd[i / 2][i % 2] = __shfl_sync(0xffffffffu, found.y, i * 4 / kRows, 4);
     }
   }
 
@@ -164,28 +226,12 @@ struct MomentsBoard {
   // at tile_row. round: how often the place has been written before. With few registers, so one row a lane.
   __device__ __forceinline__ void write(int place, u32 round, int writer, const float* statistics, int tile_row, int rows,
                                         int columns, float epsilon, bool centred) const {
-    constexpr int kAhead = 4;  // loads under way
-    const int slots = (columns + kSlabColumns - 1) / kSlabColumns, lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     ptx::mbarrier_wait_parity(taken(place), (round & 1) ^ 1);
 #pragma unroll 1
     for (int at = writer * 8 + lane / 4; at < kTileRows; at += kWriters * 8) {
-      const float2* from =
-          reinterpret_cast<const float2*>(statistics) + static_cast<i64>(min(tile_row + at, rows - 1)) * slots;
-      float sum = 0.0f, squares = 0.0f;
-#pragma unroll 1
-      for (int slot = lane % 4; slot < slots; slot += 4 * kAhead) {
-        float2 parts[kAhead];
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          parts[j] = slot + 4 * j < slots ? from[slot + 4 * j] : make_float2(0.0f, 0.0f);
-        }
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          sum += parts[j].x;
-          squares += parts[j].y;
-        }
-      }
-      const float2 found = moments_of_sums(sum, squares, 1.0f / static_cast<float>(columns), epsilon, centred);
+      const int numbers[1] = {min(tile_row + at, rows - 1)};
+      const float2 found = moments_of_rows(statistics, numbers, columns, epsilon, centred);
       if (lane % 4 == 0) moments(place)[at] = found;
     }
     __syncwarp();
