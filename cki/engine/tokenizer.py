@@ -8,6 +8,7 @@ SmolLM2's and Qwen's is not.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,13 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of some ids.  Bytes that are no UTF-8 become U+FFFD.
 
-        Raises InvalidArgumentError for a negative id; an id beyond the vocabulary has no text.
+        Raises InvalidTypeError for what are no ids, InvalidArgumentError for a negative one; an id beyond the vocabulary
+        has no text.
         """
-        listed = [int(token) for token in ids]
+        try:
+            listed = [operator.index(token) for token in ids]
+        except TypeError as error:
+            raise InvalidTypeError(f"ids is {str(ids)[:60]!r}, not a list of token ids") from error
         if any(not 0 <= token < 2**32 for token in listed):
             raise InvalidArgumentError(f"ids has {next(t for t in listed if not 0 <= t < 2**32)}, no token")
         return str(self._tokenizer.decode(listed, skip_special_tokens=skip_special))

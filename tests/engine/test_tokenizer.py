@@ -288,6 +288,9 @@ def test_wrong_arguments(smollm2):
         smollm2.encode(["Hi"])
     with pytest.raises(InvalidArgumentError, match="character 1 is half of a surrogate pair"):
         smollm2.encode("a\ud83d")
+    for ids in (None, 5, [5.5], ["5"]):
+        with pytest.raises(InvalidTypeError, match="not a list of token ids"):
+            smollm2.decode(ids)
     with pytest.raises(InvalidArgumentError, match="ids has -1, no token"):
         smollm2.decode([3, -1])
     assert smollm2.decode(np.array([504], np.int32)) == "The"
