@@ -65,8 +65,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of some ids.  Bytes that are no UTF-8 become U+FFFD.
 
-        Raises InvalidTypeError for what are no ids, InvalidArgumentError for a negative one; an id beyond the vocabulary
-        has no text.
+        Raises InvalidTypeError for what are no ids, InvalidArgumentError for a negative one; an id beyond the
+        vocabulary has no text.
         """
         try:
             listed = [operator.index(token) for token in ids]
