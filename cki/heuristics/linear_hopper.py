@@ -56,7 +56,6 @@ class HopperTile:
     fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
     pairs: GELU of an f16 result in pairs, in half of the instructions, less exact in its tail (`gelu_pair` of
         cuda_src/gemm/activation.cuh).
-    in_flight: stages whose products are under way while the next are issued.
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
 
     block_m: int
@@ -73,7 +72,6 @@ class HopperTile:
     left: int = -1
     rows_x: int = 0
     pairs: bool = False
-    in_flight: int = 1
 
     @property
     def shares_columns(self) -> bool:
@@ -123,7 +121,6 @@ class HopperTile:
             "small" if self.consumers == 1 else "", "fetch" if self.fetches else "",
             f"a{self.ahead}" if self.ahead else "", f"l{self.left}" if self.left >= 0 else "",
             f"x{self.rows_x}" if self.rows_x else "",
-            f"f{self.in_flight}" if self.in_flight > 1 else "",
             "" if self.programmatic else "serial", "pairs" if self.pairs else "",
             "spare" if self.spare_warps else "",
         )  # fmt: skip

@@ -8,6 +8,8 @@ whole or over two blocks it is within 13 %, and the tile that it takes is the be
   72 KB of w and x (the threads' own copies); several on an SM together 1 us for 58 KB.  So a block of 64 columns alone
   takes 35 KB/us, just what memory gives an SM: tiles must be spread over all SMs, or two an SM where there are more.
 * Ring: `stages - 1` stages cover memory's 1.0 us.  Four stages of 8 KB are just too few for a block alone.
+* With rings of their own warps wait for nobody: a block alone takes 1 us for 112 KB, so that half of the SMs keep up
+  with memory, and the next launch's blocks lie on the other half.
 * Rounds: blocks beyond those that the SMs hold at once start where others have ended: 2.0 us for a launch's start and
   end, and again for each further round; 1.5 where the next launch has begun meanwhile.
 * Exchange over a cluster: 0.25 us, and 0.45 ns for each fp32 sum of a block's tile.
@@ -37,7 +39,7 @@ _NO_CLUSTERS = ("sm_80", "sm_89")
 # of its stages' barriers) and for several together.
 _READ_RATE = 4.63e6
 _L2_RATE = 6.6e6
-_ALONE_RATE, _SM_RATE = 72e3, 58e3
+_ALONE_RATE, _SM_RATE, _OWN_RATE = 72e3, 58e3, 112e3
 # Microseconds: of memory's latency; of a stage's barrier; of a launch's start and end, and where launches overlap; of
 # an exchange and of each fp32 sum of it; of a row of the prefetch (and rows of a stage).
 _LATENCY_US, _STAGE_US = 1.02, 0.10
@@ -109,7 +111,10 @@ CANDIDATES = (
     SkinnyTile(32, 64, 2, 2, 4),
     *_with_splits(64, 64, 2, 2, 6), *_with_splits(64, 128, 2, 2, 4), *_with_splits(64, 256, 4, 2, 5),
     SkinnyTile(64, 64, 2, 2, 3),
+    SkinnyTile(16, 64, 1, 4, 5, own_rings=True),
 )  # fmt: skip
+#: Stages of a ring of a warp's own, from which on the next launch should begin before the last copies.
+_LONG_RING = 32
 
 
 def fits(tile: SkinnyTile, itemsize: int, device: DeviceInfo, *, along_n: bool) -> bool:
@@ -139,14 +144,19 @@ def side_by_side(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) 
     return 2 * across * down <= blocks_together(tile, device) * max(device.sm_count, 1)
 
 
-def _launched(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> SkinnyTile:
+def _launched(tile: SkinnyTile, rows: int, columns: int, stages: int, device: DeviceInfo) -> SkinnyTile:
     """The tile with how its launches overlap, as measured.
 
     The next launch should begin when this one's copies end.  With several blocks an SM it must while all of them still
-    run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096).
+    run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096).  Launches that
+    lie beside each other may ask for three times as much ahead; of a long weight [N, K] (14336 x 4096) they took
+    28.8 us when begun four copies before the end, 31.8 at the end; of a short one 9.4 at the end, 10.2 before.
+    stages: along K.
     """
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
+    if tile.own_rings:
+        return replace(tile, ahead=12, left=4 if stages > _LONG_RING * tile.warps_k else 0)
     across, down, _ = skinny_blocks(tile, rows, columns)
     return replace(tile, ahead=4, left=0) if across * down <= device.sm_count else replace(tile, left=4)
 
@@ -167,6 +177,8 @@ def predicted_time(
     products = tile.block_m * tile.block_n * STAGE_ROW_BYTES / itemsize * (6 if itemsize == 4 else 1)
     alone = max(_STAGE_US + stage_bytes / _ALONE_RATE, _LATENCY_US / (tile.stages - 1))
     share = max(stage_bytes / _SM_RATE, products / _PRODUCT_RATE)
+    if tile.own_rings:
+        alone = share = stage_bytes / _OWN_RATE
     fullest = math.ceil(blocks / (sms * (_CLUSTERED if tile.split > 2 else 1)))  # blocks of the fullest SM
     rounds = [together] * (fullest // together) + [fullest % together] * (fullest % together > 0)
     in_sms = own_stages * sum(max(alone, count * share) for count in rounds)
@@ -187,12 +199,15 @@ def choose_skinny_tile(
 ) -> SkinnyTile | None:  # fmt: skip
     """The tile of the least predicted time, the earlier of equals; None when none fits.
 
-    along_n: the weight's rows in memory run along N.  A launch is programmatic where two fit the GPU side by side.
+    along_n: the weight's rows in memory run along N.  A launch is programmatic where two fit the GPU side by side; only
+    there, and for 16-bit elements, warps have rings of their own.
     """
+    stages = -(-depth * itemsize // STAGE_ROW_BYTES)
     found = [
-        _launched(tile, rows, columns, device)
+        _launched(tile, rows, columns, stages, device)
         for tile in among
         if fits(tile, itemsize, device, along_n=along_n)
+        and not (tile.own_rings and (itemsize > 2 or not side_by_side(tile, rows, columns, device)))
     ]
     lowest = min((tile.block_m for tile in found if tile.block_m >= rows), default=MAX_ROWS)
     found = [tile for tile in found if tile.block_m == lowest]

@@ -37,7 +37,6 @@ from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.ops import linear_fp32, linear_hopper, linear_skinny
 from cki.ops.call import call
-from cki.ops.linear_fp32 import Fp32Tile, plan_linear_fp32
 from cki.ops.linear_hopper import RowNorm
 from cki.ops.linear_norm import fused_norm_tile
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
@@ -86,7 +85,7 @@ class Part(NamedTuple):
 def plan_linear(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo, *,
     activation: str | None = None, weight_layout: str = "in_out",
-    tile: Tile | HopperTile | SkinnyTile | Fp32Tile | None = None, norm: RowNorm | None = None,
+    tile: Tile | HopperTile | SkinnyTile | linear_fp32.Fp32Tile | None = None, norm: RowNorm | None = None,
     statistics: Operand | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """Steps of one linear layer over operands (see `linear`).
@@ -109,19 +108,18 @@ def plan_linear(
             x, w, bias, residual, y, device, access, tile, activation=activation, norm=norm, statistics=statistics
         )  # fmt: skip
     if tile is None:
-        tile = linear_skinny.preferred(x, w, residual, y, device, access)
-    if tile is None:
-        tile = linear_hopper.preferred(x, w, residual, y, device, access, activation)
+        tile = (
+            linear_skinny.preferred(x, w, residual, y, device, access)
+            or linear_hopper.preferred(x, w, residual, y, device, access, activation)
+            or linear_fp32.preferred(x, w, residual, y, device, access)
+        )
+    operands = x, w, bias, residual, y, device, access
     if isinstance(tile, SkinnyTile):
-        return linear_skinny.plan_linear_skinny(
-            x, w, bias, residual, y, device, access, tile, activation=activation
-        )
+        return linear_skinny.plan_linear_skinny(*operands, tile, activation=activation)
     if isinstance(tile, HopperTile):
-        return linear_hopper.plan_linear_hopper(
-            x, w, bias, residual, y, device, access, tile, activation=activation
-        )
-    if isinstance(tile, Fp32Tile):
-        return plan_linear_fp32(x, w, bias, residual, y, device, access, tile, activation=activation)
+        return linear_hopper.plan_linear_hopper(*operands, tile, activation=activation)
+    if isinstance(tile, linear_fp32.Fp32Tile):
+        return linear_fp32.plan_linear_fp32(*operands, tile, activation=activation)
     return _plan(x, [Part(w, bias)], residual, y, device, activation, weight_layout, tile)
 
 

@@ -1,17 +1,26 @@
 """Plan of fp32's GEMM on Hopper (`cuda_src/gemm/hopper/linear_fp32.cu`): 3xTF32 by wgmma.
 
-`cki.ops.linear.plan_linear` comes here when its `tile` is an `Fp32Tile`.
+`cki.ops.linear.plan_linear` comes here when its `tile` is an `Fp32Tile`, and by itself where `preferred` says so.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cki import dtypes
 from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
-from cki.heuristics.linear import ACTIVATIONS, WeightAccess, pair_access
-from cki.heuristics.rows import row_batches
+from cki.heuristics.linear import (
+    ACTIVATIONS,
+    WeightAccess,
+    block_count,
+    choose_tile,
+    modelled_time,
+    pair_access,
+)
+from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.ops.linear_hopper import row_obstacles, tensor_map
@@ -26,6 +35,8 @@ _THREADS = 512
 #: Registers of a thread at launch, and of (producer, splitter, consumer) threads: 128 * (24 + 72 + 2 * 208) of 65536.
 LAUNCH_REGISTERS = 65536 // _THREADS
 REGISTER_SHARES = (24, 72, 208)
+# Microseconds on an H200: of a launch, of a stage of a tile, of a tile's first bytes and finish; of the generic launch.
+_LAUNCH_US, _STAGE_US, _TILE_US, _GENERIC_LAUNCH_US = 2.0, 1.5, 7.0, 1.5
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,52 @@ class Fp32Tile:
         return f"{_BLOCK}x{_BLOCK}s{self.stages}"
 
 
+def predicted_time(rows: int, columns: int, depth: int, device: DeviceInfo) -> float:
+    """Microseconds, if the device's SMs are those of an H200."""
+    rounds = math.ceil(-(-rows // _BLOCK) * -(-columns // _BLOCK) / max(device.sm_count, 1))
+    return _LAUNCH_US + rounds * (math.ceil(depth / _STAGE_DEPTH) * _STAGE_US + _TILE_US)
+
+
+def preferred(
+    x: Operand, w: Operand, residual: Operand | None, y: Operand, device: DeviceInfo, access: WeightAccess
+) -> Fp32Tile | None:
+    """The tile when the kernel can compute the product, and is the faster one; else None.  access: how w is read."""
+    tile = Fp32Tile()
+    if x.dtype != dtypes.f32 or y.size == 0:
+        return None
+    batches = row_batches([t for t in (x, residual, y) if t is not None])
+    if _obstacles(x, w, y, batches, device, access, tile):
+        return None
+    rows, columns, depth = batches[0].rows, y.shape[-1], x.shape[-1]
+    generic = choose_tile(rows, [columns], depth, 4, device)
+    other = modelled_time(generic, block_count(generic, rows, [columns]), depth, 4, device)
+    return tile if predicted_time(rows, columns, depth, device) < _GENERIC_LAUNCH_US + other else None
+
+
+def _obstacles(
+    x: Operand, w: Operand, y: Operand, batches: Sequence[RowBatch], device: DeviceInfo, access: WeightAccess,
+    tile: Fp32Tile,
+) -> list[str]:  # fmt: skip
+    """Every reason why the kernel cannot multiply these operands.  batches: rows of x, residual and y together."""
+    depth, columns = x.shape[-1], y.shape[-1]
+    found = []
+    if device.arch != _ARCH:
+        found.append(f"it needs {_ARCH}, the device is {device.arch}")
+    if x.dtype != dtypes.f32:
+        found.append(f"x is {x.dtype}: it takes f32")
+    if tile.shared_memory > device.shared_memory_per_block:
+        found.append(f"tiles {tile} need {tile.shared_memory} bytes of shared memory")
+    if depth == 0:
+        return [*found, "K is 0"]
+    if len(batches) != 1 or batches[0].axes != 1:
+        return [*found, "the rows of x, residual and result do not lie evenly in memory"]
+    inner, outer = (columns, depth) if access.along_n else (depth, columns)
+    rows = batches[0].rows
+    x_stride = batches[0].strides[0][2] if rows > 1 else depth
+    found += row_obstacles("x", x, depth, 1 if depth == 1 else x.strides[-1], x_stride, rows)
+    return found + row_obstacles("w", w, inner, access.column_stride, access.stride, outer)
+
+
 def plan_linear_fp32(
     x: Operand, w: Operand, bias: Operand | None, residual: Operand | None, y: Operand, device: DeviceInfo,
     access: WeightAccess, tile: Fp32Tile, *, activation: str | None = None,
@@ -52,23 +109,7 @@ def plan_linear_fp32(
         return ()
     depth, columns = x.shape[-1], y.shape[-1]
     batches = row_batches([t for t in (x, residual, y) if t is not None])
-    found = []
-    if device.arch != _ARCH:
-        found.append(f"it needs {_ARCH}, the device is {device.arch}")
-    if x.dtype != dtypes.f32:
-        found.append(f"x is {x.dtype}: it takes f32")
-    if tile.shared_memory > device.shared_memory_per_block:
-        found.append(f"tiles {tile} need {tile.shared_memory} bytes of shared memory")
-    if depth == 0:
-        found.append("K is 0")
-    elif len(batches) != 1 or batches[0].axes != 1:
-        found.append("the rows of x, residual and result do not lie evenly in memory")
-    else:
-        inner, outer = (columns, depth) if access.along_n else (depth, columns)
-        rows = batches[0].rows
-        x_stride = batches[0].strides[0][2] if rows > 1 else depth
-        found += row_obstacles("x", x, depth, 1 if depth == 1 else x.strides[-1], x_stride, rows)
-        found += row_obstacles("w", w, inner, access.column_stride, access.stride, outer)
+    found = _obstacles(x, w, y, batches, device, access, tile)
     if found:
         raise UnsupportedError("linear: the Hopper kernel of fp32", found, "the generic kernel")
     (batch,) = batches

@@ -201,8 +201,6 @@ def plan_linear_hopper(
     shared_memory += tile.board_bytes if uses_spare_warps(tile, None if norm is None else norm.kind) else 0
     if shared_memory > device.shared_memory_per_block:
         obstacles.append(f"tiles {tile} need {shared_memory} bytes of shared memory")
-    if not 1 <= tile.in_flight < tile.stages:
-        obstacles.append(f"tiles {tile}: {tile.in_flight} of {tile.stages} stages in flight")
     if tile.split > max(1, -(-x.shape[-1] // STAGE_DEPTH)):
         obstacles.append(f"K of {x.shape[-1]} has no {tile.split} parts of {STAGE_DEPTH}")
     if tile.sharers > 1 and (
@@ -313,7 +311,6 @@ def hopper_kernel(
         kActivation=_GELU_PAIRS if pairs and activation == "gelu" else ACTIVATIONS[activation],
         kBlockM=tile.block_m, kRowsX=tile.rows_x or tile.block_m,
         kBlockN=tile.block_n, kStages=tile.stages, kStagesAhead=tile.ahead or tile.stages, kLeft=tile.left,
-        kInFlight=tile.in_flight,
         kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated,
         kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,
         kTmaStore=tma_store, kTmaResidual=fetches, kVectorY=2 if pair_y else 1,

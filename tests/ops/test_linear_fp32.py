@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from cki import reference
+from cki.device import sim_device
+from cki.dtypes import f32
 from cki.errors import UnsupportedError
+from cki.operand import dense
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, plan_linear
 from cki.ops.linear_fp32 import Fp32Tile
@@ -135,6 +138,20 @@ def test_views(device):
         assert_close(got[..., 25:97], reference.linear(x, w, **options), plain(x, w, **options))
         assert np.array_equal(got[..., :25], wide_y[..., :25])
         assert np.array_equal(got[..., 97:], wide_y[..., 97:])
+
+
+@LAYOUT
+def test_linear_takes_it_unasked(layout):
+    """The public function, from where it is the faster kernel; fewer rows keep the generic one."""
+    info = sim_device("sm_90a")
+    for rows, entry in ((8192, "linear_fp32"), (64, "linear")):
+        shape = (1024, 512) if layout == "in_out" else (512, 1024)
+        x, w, y = dense("x", (rows, 1024), f32), dense("w", shape, f32), dense("y", (rows, 512), f32)
+        (step,) = plan_linear(x, w, None, None, y, info, weight_layout=layout)
+        assert step.kernel.entry == entry
+    for arch in ("sm_80", "sm_100a"):
+        x, w, y = dense("x", (8192, 1024), f32), dense("w", (1024, 512), f32), dense("y", (8192, 512), f32)
+        assert plan_linear(x, w, None, None, y, sim_device(arch))[0].kernel.entry == "linear"
 
 
 def test_refusals_name_every_obstacle(device):

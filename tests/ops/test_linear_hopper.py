@@ -174,29 +174,6 @@ def test_shared_weights_under_every_check(device, tile, layout):
     assert_close(results[0], reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [
-        HopperTile(64, 64, 3, True, in_flight=2),
-        HopperTile(128, 64, 4, in_flight=3),
-        HopperTile(64, 128, 3, split=2, in_flight=2),
-    ],
-    ids=str,
-)
-def test_more_stages_in_flight(device, tile):
-    """K of fewer stages than are in flight, of as many, and of several rings; the bits are those of one in flight."""
-    for depth in (8, 128, 64 * 9 + 8):
-        if depth < 64 * tile.split:
-            continue
-        x, w, bias = normal((130, depth), F16, 1), weight(depth, 136, F16, "in_out"), normal((136,), F16, 3)
-        expected = check(device, dataclasses.replace(tile, in_flight=1), x, w, bias)
-        for seed in range(2):
-            with every_check(device, seed):
-                assert np.array_equal(check(device, tile, x, w, bias), expected)
-    with pytest.raises(UnsupportedError, match="stages in flight"):
-        hopper(dataclasses.replace(tile, in_flight=tile.stages), device.array(x), device.array(w))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_consumers_that_share_columns(device, layout):
     x, w, bias = normal((200, 264), F16, 1), weight(264, 392, F16, layout), normal((392,), F16, 3)

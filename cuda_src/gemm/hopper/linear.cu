@@ -9,9 +9,9 @@
 // Sharing. Cooperative: both consumers work on one tile, half of its rows each. The tensor core idles while both finish
 //          it. kPingPong: they take the tiles in turn, each a whole one, and one's finish runs beside the other's
 //          products; turns (common/warpgroup_turns.cuh) keep one tile's products together.
-// Loop.    kInFlight stages' products stay in flight while the next are issued; a stage is released when its own have ended.
-//          Beside a running tensor core a warp issues a quarter of what it could, and one that finishes a tile takes part of
-//          that: with one stage in flight the next products come late.
+// Loop.    One stage's products stay in flight while the next are issued; a stage is released when its own have ended.
+//          Beside a running tensor core warps issue a quarter of what they could, and the one that finishes a tile takes part
+//          of that: of many instructions between two stages the next products would come late.
 // Traffic. x is read ceil(N / kBlockN) times and w ceil(M / kBlockM) times, mostly from L2; 2 M N K flops.
 // Split.   kSplit = 2, for fewer tiles than SMs: a cluster of two blocks has one tile, each block half of K. Each stores
 //          half of its sums into the other's shared memory, and finishes the other half (cluster_sum.cuh). Not
@@ -31,7 +31,7 @@
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kRowsX, kBlockN, kStages, kStagesAhead,
-//   kLeft, kInFlight, kConsumers, kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
+//   kLeft, kConsumers, kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
 //   kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual
 //   (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map and residual_map
@@ -71,7 +71,7 @@ static_assert(kRowTiles >= 1 && kRowTiles * 64 == kGroupRows, "a consumer has wh
 static_assert(kRowTiles * kGroupColumns <= 256, "at most 128 accumulators a thread");
 static_assert(kGroupColumns % gemm::kSlabColumns == 0, "a consumer has whole slabs");
 static_assert(kSplit == 1 || !kPingPong, "the blocks of a cluster have one tile");
-static_assert(kInFlight >= 1 && kStages > kInFlight, "a stage is released only when the products of the next have been issued");
+static_assert(kStages >= 2, "a stage is released only when the products of the next have been issued");
 
 // Of a warp: slabs that it finishes of a tile, and buffers for them.
 constexpr int kAcross = kGroupColumns / (kGated ? 2 : 1) / gemm::kSlabColumns, kSlabs = kRowTiles * kAcross;
@@ -308,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     turns.take();
     float sum[kRowTiles][kGroupColumns / 2];
-    Ring done = ring;  // kInFlight stages behind
+    Ring done = ring;  // one stage behind
     for (int k = 0; k < k_tiles; ++k) {
       ring.wait_full();
       ptx::wgmma_fence();
@@ -317,8 +317,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       gemm::multiply_stage<Element, kGroupColumns, kWeightAlongN>(sum, gemm::step_on(x_at, stage), gemm::step_on(w_at, stage), k > 0);
       ptx::wgmma_commit_group();
       ring.advance();
-      ptx::wgmma_wait_group<kInFlight>();
-      if (k >= kInFlight) release(done);
+      ptx::wgmma_wait_group<1>();
+      if (k > 0) release(done);
     }
     turns.pass();
     gemm::SlabInputs<Rules, Element, Bias> inputs;  // from L2, beside the last stage's products
@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     ptx::wgmma_wait_group<0>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::wgmma_fence_registers(sum[i]);
-    for (int i = 0; i < kInFlight && i < k_tiles; ++i) release(done);
+    release(done);
     if constexpr (kPingPong) skip_stages(ring, k_tiles);
 
     if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {

@@ -33,14 +33,17 @@ __device__ __forceinline__ void split_four(const u32 (&words)[4], uint4& high, u
 template <int kBytes>
 __device__ __forceinline__ void split_along_k(unsigned char* elements, unsigned char* low) {
   const int thread = static_cast<int>(threadIdx.x) % kSplitters;
-#pragma unroll 4
-  for (int at = thread * 16; at < kBytes; at += kSplitters * 16) {
-    const uint4 four = *reinterpret_cast<const uint4*>(elements + at);
-    const u32 words[4] = {four.x, four.y, four.z, four.w};
+  constexpr int kStep = kSplitters * 16, kAll = kBytes / kStep;
+  uint4 four[kAll];
+#pragma unroll
+  for (int i = 0; i < kAll; ++i) four[i] = *reinterpret_cast<const uint4*>(elements + thread * 16 + i * kStep);
+#pragma unroll
+  for (int i = 0; i < kAll; ++i) {
+    const u32 words[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
     uint4 high_part, low_part;
     split_four(words, high_part, low_part);
-    *reinterpret_cast<uint4*>(elements + at) = high_part;
-    *reinterpret_cast<uint4*>(low + at) = low_part;
+    *reinterpret_cast<uint4*>(elements + thread * 16 + i * kStep) = high_part;
+    *reinterpret_cast<uint4*>(low + thread * 16 + i * kStep) = low_part;
   }
 }
 
