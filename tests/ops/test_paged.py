@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -23,8 +24,14 @@ def queries(batch, count, heads, dim, dtype, seed=77):
     return normal((batch, count, heads, dim), dtype, seed, 1.5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 16, 40, 64, 96, 128, 256])
+#: Each with f32, and in turns with one of the 16-bit types, for which the kernel is the same.
+HEAD_DIMS = (8, 16, 40, 64, 96, 128, 256)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [(dim, dtype) for i, dim in enumerate(HEAD_DIMS) for dtype in ("f32", ("f16", "bf16")[i % 2])],
+)
 def test_head_dimensions_and_types(device, dtype, dim):
     lengths = [70, 1]
     cache, table = paged_cache(lengths, 16, 2, dim, DTYPES[dtype])
@@ -78,10 +85,12 @@ def test_features(device, features, dtype, count):
     check_paged(device, queries(3, count, 6, 16, DTYPES[dtype]), cache, table, lengths, **FEATURES[features])
 
 
-@pytest.mark.parametrize("scales", [1, 3])
-@pytest.mark.parametrize("block_size", [1, 16, 24])
-@pytest.mark.parametrize("dim", [8, 48, 128])
-def test_e4m3(device, scales, block_size, dim):
+@pytest.mark.parametrize(
+    ("dim", "block_size", "scales"),
+    [(*case, (1, 3)[i % 2]) for i, case in enumerate(itertools.product((8, 48, 128), (1, 16, 24)))],
+)
+def test_e4m3(device, dim, block_size, scales):
+    """Scales of heads and of tokens in turns, so that every size meets both."""
     lengths = [100, 0, 9]
     cache, table = paged_cache(lengths, block_size, 2, dim, E4M3, scales=scales)
     check_paged(device, queries(3, 2, 8, dim, BF16), cache, table, lengths, softcap=4.0 if dim == 8 else 0.0)
