@@ -1,8 +1,9 @@
 """A decoder's products, with the norms before and the gates behind them: the launches that compute each.
 
 tokens       weights of the model's type                     e4m3 codes with scales of 128 x 128 blocks
-to 8         linear_decode; before Hopper of small weights   linear_decode: W8A16
-to 32        rms_norm, linear, gated_linear                  linear_tokens: W8A16 (sm_90a)
+to 4         linear_decode; before Hopper of small weights   linear_decode: W8A16
+to 8         the same                                        linear_tokens: W8A16 (bf16 on sm_90a)
+to 32        rms_norm, linear, gated_linear                  the same
 more         the same                                        linear_fp8 on rows quantised by 128s: W8A8 (sm_90a);
                                                              elsewhere linear_decode, 16 tokens after the other
 """
@@ -34,8 +35,9 @@ _BLOCK = 128
 _PROJECTED = "projected"
 #: Architectures of `linear_fp8` and `linear_tokens`.
 _HOPPER = ("sm_90a",)
-#: Tokens up to which `linear_decode` is the better of the two, and than launches apart of large weights (an H200).
-_DECODE_TOKENS = 8
+#: Tokens up to which `linear_decode` is better than launches apart of large weights, and of codes than `linear_tokens`
+#: (an H200).
+_DECODE_TOKENS, _DECODE_CODE_TOKENS = 8, 4
 #: Tokens up to which `linear_tokens` is faster than rows quantised for `linear_fp8`: at 64 by 2 to 6 % slower.
 _W8A16_TOKENS = 32
 
@@ -118,7 +120,7 @@ class Products:
     def _by_tokens(self, x: Operand, weight: Weight, *, gated: bool) -> bool:
         """Whether `linear_tokens` computes a product."""
         y = dense("y", (x.shape[0], weight.w.shape[0] // (2 if gated else 1)), x.dtype)
-        is_better = weight.scales is not None and _DECODE_TOKENS < x.shape[0] <= _W8A16_TOKENS
+        is_better = weight.scales is not None and _DECODE_CODE_TOKENS < x.shape[0] <= _W8A16_TOKENS
         return (self.way == "tokens" or (self.way is None and is_better)) and not token_obstacles(
             x, weight.w, y, self.device, gated=gated, scales=weight.scales
         )

@@ -1,4 +1,4 @@
-"""Plan of products of up to 64 tokens, on sm_90a (`cuda_src/gemm/hopper/linear_tokens.cu`).
+"""Plan of products of up to 64 tokens, on sm_90a (`cuda_src/gemm/hopper/linear_tokens.cu`, `linear_tokens_e4m3.cu`).
 
     y = activation(n @ w.T + bias) + residual                       n = x, or rms_norm(x, gamma)
     y = activation(n @ gate.T + bias) * (n @ up.T + bias) + ...     gate and up below one another in w
@@ -134,8 +134,9 @@ def token_kernel(
     activation: str | None = None, residual: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration.  weight: type of w.  size: tokens of a product, `heuristics.token_size`."""
+    name = "linear_tokens_e4m3" if heuristics.splits_x(size, weight.itemsize) else "linear_tokens"
     return kernel_spec(
-        "gemm/hopper/linear_tokens.cu", "linear_tokens", _PARAMS, archs=(_ARCH,), max_registers=_REGISTERS,
+        f"gemm/hopper/{name}.cu", name, _PARAMS, archs=(_ARCH,), max_registers=_REGISTERS,
         Code=weight, Bias=bias or dtypes.bf16, kTokens=size, kStages=stages, kNorm=norm,
         kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
     )  # fmt: skip

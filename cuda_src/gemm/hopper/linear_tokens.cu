@@ -2,7 +2,8 @@
 //
 //   n = x, or RMS norm: x / rms(x) * gamma (kNorm)      gates, kGated: act(n wg^T + bias_g) * (n wu^T + bias_u), w [2 N, K]
 //
-// x is bf16; w too, or e4m3 with a scale for each block of 128 x 128 (W8A16).
+// x is bf16; w too, or e4m3 with a scale for each block of 128 x 128 (W8A16), then for 17 to 64 tokens: linear_tokens_e4m3.cu
+// takes fewer.
 //
 // Why beside gemm/skinny. Those kernels keep x whole in every block, or cut K by clusters: they have too little room from a few
 //          tokens on, or leave SMs idle. Here both operands come stage by stage through a ring of TMA's, and every block has as
@@ -28,9 +29,7 @@
 // Boxes: w_map kDepth x 128 rows, or with gates kDepth x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x tokens.
 // parts: kPartFloats floats for each of 2 slots a block. counters: kConsumerWarps zeros a tile.
 // Dynamic shared memory: kSharedBytes.
-#include "common/convert_element.cuh"
 #include "common/types.cuh"
-#include "gemm/activation.cuh"
 #include "gemm/hopper/token_arrange.cuh"
 #include "gemm/hopper/token_products.cuh"
 #include "gemm/hopper/token_stages.cuh"
@@ -99,98 +98,6 @@ __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x
   }
 }
 
-struct Output {
-  const Bias* bias;
-  const bf16* residual;
-  bf16* y;
-  float* parts;
-  u32* counters;
-  i64 bias_stride, residual_stride, y_stride;
-  int tokens, columns, depth;
-  float epsilon;
-};
-
-constexpr int kLaneTokens = kTokens > 32 ? 2 : 1;  // lane, lane + 32: whose squares a lane holds
-using Squares = float[kLaneTokens];
-
-// A warp's share of a part of a tile that several blocks share, into its place.
-__device__ __forceinline__ void store_part(const float (&sum)[kSums], const Squares& squares, float* to) {
-#pragma unroll
-  for (int j = 0; j < kTokens / 8; ++j)
-    *reinterpret_cast<float4*>(to + (j * 32 + lane()) * 4) =
-        make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
-  if constexpr (kNorm) {
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i)
-      if (lane() + i * 32 < kTokens) to[kSums * 32 + lane() + i * 32] = squares[i];
-  }
-}
-
-// The sums of a warp's shares of all parts in place of its own.
-__device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares, const EvenWork& work, const Output& out,
-                                          int tile, int first, int last, int warp) {
-  constexpr int kTogether = kTokens <= 16 ? 8 : 4;  // parts whose loads are under way
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kLaneTokens; ++i) squares[i] = 0.0f;
-#pragma unroll kTogether
-  for (int other = first; other <= last; ++other) {
-    const float* from = out.parts + (static_cast<i64>(work.slot(other, tile)) * kPartFloats + warp * kWarpPart);
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; ++j) {
-      const float4 part = *reinterpret_cast<const float4*>(from + (j * 32 + lane()) * 4);
-      sum[j * 4] += part.x;
-      sum[j * 4 + 1] += part.y;
-      sum[j * 4 + 2] += part.z;
-      sum[j * 4 + 3] += part.w;
-    }
-    if constexpr (kNorm) {
-#pragma unroll
-      for (int i = 0; i < kLaneTokens; ++i)
-        if (lane() + i * 32 < kTokens) squares[i] += from[kSums * 32 + lane() + i * 32];
-    }
-  }
-}
-
-// Calls visit(index, token, column of y) for each of a thread's results: (j, e, which row) in sums of four.
-template <class Visit>
-__device__ __forceinline__ void for_each_result(const Output& out, int tile, const Place& place, const Visit& visit) {
-  const int column = tile * kTileColumns + place.column;
-#pragma unroll
-  for (int j = 0; j < kTokens / 8; ++j) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int token = Place::token(j, e);
-#pragma unroll
-      for (int half = 0; half < (kGated ? 1 : 2); ++half) {
-        const int at = column + half * 8;
-        if (token < out.tokens && at < out.columns) visit(j * 4 + half * 2 + e, token, at);
-      }
-    }
-  }
-}
-
-// residual: of each result, loaded before the parts are added, for it takes as long.
-__device__ __forceinline__ void write(const float (&sum)[kSums], const float (&residual)[kSums], const Output& out, int tile,
-                                      const Place& place, const float* squares) {
-  constexpr auto kAct = static_cast<Activation>(kActivation);
-  for_each_result(out, tile, place, [&](int index, int token, int at) {
-    float factor = kOfX;
-    if constexpr (kNorm) factor *= rsqrtf(squares[token] / static_cast<float>(out.depth) + out.epsilon);
-    float value = sum[index] * factor;
-    if constexpr (kHasBias) value += to_float(out.bias[at * out.bias_stride]);
-    value = activate<kAct>(value);
-    if constexpr (kGated) {
-      float up = sum[index + 2] * factor;
-      if constexpr (kHasBias) up += to_float(out.bias[(out.columns + at) * out.bias_stride]);
-      value *= up;
-    }
-    if constexpr (kHasResidual) value += residual[index];
-    out.y[token * out.y_stride + at] = from_float<bf16>(value);
-  });
-}
-
 // The consumers: a block's tiles, part by part.
 __device__ __forceinline__ void consume(const Shared& shared, const EvenWork& work, int block, const Output& out,
                                         const float* scales, i64 scale_stride) {
@@ -222,28 +129,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const EvenWork& wo
       }
       squares_ring.release_by_one();
     }
-    const int first = work.first_block(tile), last = work.last_block(tile);
-    if (first < last) {
-      store_part(sum, squares,
-                 out.parts + (static_cast<i64>(work.slot(block, tile)) * kPartFloats + warp * kWarpPart));
-      if (!is_last_part(out.counters + (tile * kConsumerWarps + warp), last - first + 1)) return;
-    }
-    float residual[kSums];
-    if constexpr (kHasResidual) {
-      for_each_result(out, tile, place, [&](int index, int token, int at) {
-        residual[index] = to_float(out.residual[token * out.residual_stride + at]);
-      });
-    }
-    if (first < last) add_parts(sum, squares, work, out, tile, first, last, warp);
-    float* const own_squares = shared.warp_squares(warp);
-    if constexpr (kNorm) {
-#pragma unroll
-      for (int i = 0; i < kLaneTokens; ++i)
-        if (lane() + i * 32 < kTokens) own_squares[lane() + i * 32] = squares[i];
-      __syncwarp();
-    }
-    write(sum, residual, out, tile, place, own_squares);
-    if constexpr (kNorm) __syncwarp();
+    finish_part(sum, squares, shared.warp_squares(warp), work, out, block, tile, place);
   });
 }
 

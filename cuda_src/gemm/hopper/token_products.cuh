@@ -4,20 +4,10 @@
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/hopper/token_stages.cuh"
+#include "gemm/hopper/token_results.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace cki::gemm {
-
-// A consumer's thread: two rows of a tile's w, eight apart, and the tokens of its sums.
-struct Place {
-  int thread, row;
-  int column;  // of y in a tile, of the upper row
-  __device__ __forceinline__ Place()
-      : thread(static_cast<int>(threadIdx.x)),
-        row(thread / 32 * 16 + lane() / 4),
-        column(kGated ? thread / 32 * 8 + lane() / 4 : row) {}
-  static __device__ __forceinline__ int token(int j, int e) { return j * 8 + lane() % 4 * 2 + e; }
-};
 
 constexpr int kHalf = kSteps / 2;
 using HalfStage = u32[kHalf][4];  // a consumer's registers of w
