@@ -33,6 +33,7 @@ MISUSES = {
     16: "the threads of a warpgroup disagree",
     17: "is not a shared memory address",
     18: "the thread exits with this wgmma in flight",
+    19: "setmaxnreg.dec to 256 registers, where a thread of a block of 128 begins with 255 at most",
 }
 
 

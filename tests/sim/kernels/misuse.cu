@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) misuse(const __grid_constan
   }
   if (kFault == 13 && t < 8) ptx::setmaxnreg_inc<64>();
   if (kFault == 14 && t == 0) ptx::mbarrier_init(barrier, 2);
+  if (kFault == 19) ptx::setmaxnreg_dec<256>();
   if (kFault == 15 && t == 0) {
     ptx::bulk_store(memory, tile, 16);
     ptx::bulk_commit_group();
