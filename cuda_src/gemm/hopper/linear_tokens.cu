@@ -43,18 +43,6 @@
 using namespace cki;
 using namespace cki::gemm;
 
-// All threads: zeros in the rows of x that no box fills: TMA takes long over rows that do not exist, so boxes have none. What
-// they are multiplied to is of no token, but numbers they should be.
-__device__ __forceinline__ void clear_rows(const Shared& shared, int tokens) {
-  const int units = (kTokens - tokens) * (kSpan / 16);
-  for (int i = static_cast<int>(threadIdx.x); i < kStages * (kDepth / 64) * units; i += kThreads) {
-    const int box = i / units, stage = box / (kDepth / 64);
-    unsigned char* x = shared.memory + stage * kStageBytes + kBytesW + box % (kDepth / 64) * kBox;
-    reinterpret_cast<uint4*>(x + tokens * kSpan)[i % units] = make_uint4(0, 0, 0, 0);
-  }
-  ptx::fence_proxy_async_shared();
-}
-
 // One thread: brings a block's stages, the first weights before the launch before has ended.
 __device__ __forceinline__ void produce(const Shared& shared, const TensorMap& x_map, const TensorMap& w_map,
                                         const EvenWork& work, int block, int tokens) {
@@ -151,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     shared.squares_ring().initialise(kConsumerThreads, kArrangerThreads);
     ptx::fence_mbarrier_init();
   }
-  clear_rows(shared, tokens);
+  clear_rows(smem, tokens);
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
 

@@ -3,12 +3,10 @@
 // What linear_tokens.cu computes, by the same cut of the work and the same finish, where w has codes and tokens are so few that
 // arranging x costs less than converting codes (17 to 64 tokens: 1.09 to 1.3 times that kernel's time on an H200).
 //
-// Codes.   They are multiplied as they are, by e4m3: n is made two e4m3 numbers of each element, which together have the bits
-//          of bf16 (e4m3_token_arrange.cuh), and a product has twice as many columns. So no code is converted.
-// n.       Four warps make it of each stage of x, in its place: times gamma; and they add up x's squares. 1 / rms(x) is a factor
-//          of a whole row, and is applied to the sums. So a norm costs no launch and no second pass over x.
+// Codes.   They are multiplied as they are, by e4m3: n is made two e4m3 numbers of each element (e4m3_tokens.cuh), and a product
+//          has twice as many columns. So no code is converted.
+// n.       Four warps make it of each stage of x, in its place, and add up x's squares; 1 / rms(x) is a factor of the sums.
 // Scales.  A stage of a tile has one, with gates two, and of each token a power of two; its 128 products are sums of their own.
-// Sums.    fp32. Parts of a tile are added in the order of the blocks.
 // Overlap. w is read before the launch before has ended, so that one must not write it.
 //
 // K is a multiple of 16; with gates N is one of 64. Strides in elements; columns of y and residual are dense.
@@ -19,9 +17,7 @@
 // parts: kPartFloats floats for each of 2 slots a block. counters: kConsumerWarps zeros a tile.
 // Dynamic shared memory: kSharedBytes.
 #include "common/types.cuh"
-#include "gemm/hopper/e4m3_token_arrange.cuh"
-#include "gemm/hopper/e4m3_token_products.cuh"
-#include "gemm/hopper/e4m3_token_stages.cuh"
+#include "gemm/hopper/e4m3_tokens.cuh"
 #include "gemm/hopper/token_results.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/fence.cuh"
@@ -33,18 +29,6 @@
 
 using namespace cki;
 using namespace cki::gemm;
-
-// All threads: zeros in the rows of x that no box fills: TMA takes long over rows that do not exist, so boxes have none. What
-// they are multiplied to is of no token, but numbers they should be.
-__device__ __forceinline__ void clear_rows(const Shared& shared, int tokens) {
-  const int units = (kTokens - tokens) * (kSpan / 16);
-  for (int i = static_cast<int>(threadIdx.x); i < kStages * kBoxes * units; i += kThreads) {
-    const int box = i / units;
-    unsigned char* x = shared.x(box / kBoxes) + box % kBoxes * kBox;
-    reinterpret_cast<uint4*>(x + tokens * kSpan)[i % units] = make_uint4(0, 0, 0, 0);
-  }
-  ptx::fence_proxy_async_shared();
-}
 
 // Calls visit(ring, tile, k) for each of a block's stages, k in elements; the ring's stage is free from `kStages` on.
 template <class Visit>
@@ -135,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     shared.initialise();
     ptx::fence_mbarrier_init();
   }
-  clear_rows(shared, tokens);
+  clear_rows(smem, tokens);
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
 

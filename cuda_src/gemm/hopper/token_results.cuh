@@ -1,14 +1,26 @@
-// How the consumers of linear_tokens.cu and linear_tokens_e4m3.cu finish a tile: parts added in the order of the blocks, then
-// norm, bias, activation, gates, residual. For their preludes, behind
-// their stages.
+// What linear_tokens.cu and linear_tokens_e4m3.cu do alike: rows of no token, and the finish of a tile, parts added in the order
+// of the blocks, then norm, bias, activation, gates, residual. For their preludes, behind their stages.
 #pragma once
 
 #include "common/convert_element.cuh"
 #include "common/types.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/hopper/even_work.cuh"
+#include "ptx/fence.cuh"
 
 namespace cki::gemm {
+
+// All threads: zeros in the rows of x that no box fills: TMA takes long over rows that do not exist, so boxes have none. What
+// they are multiplied to is of no token, but numbers they should be.
+__device__ __forceinline__ void clear_rows(unsigned char* stages, int tokens) {
+  const int units = (kTokens - tokens) * (kSpan / 16);
+  for (int i = static_cast<int>(threadIdx.x); i < kStages * (kDepth / 64) * units; i += kThreads) {
+    const int box = i / units, stage = box / (kDepth / 64);
+    unsigned char* x = stages + stage * kStageBytes + kBytesW + box % (kDepth / 64) * kBox;
+    reinterpret_cast<uint4*>(x + tokens * kSpan)[i % units] = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_proxy_async_shared();
+}
 
 // A consumer's thread: two rows of a tile's w, eight apart, and the tokens of its sums.
 struct Place {
