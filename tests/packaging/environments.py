@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGED = ("cki", "adapters", "cuda_src", "pyproject.toml", "README.md", "LICENSE")
+PACKAGED = ("cki", "adapters", "cuda_src", "pyproject.toml", "LICENSE")
 
 
 def copy_project(target: Path) -> Path:
