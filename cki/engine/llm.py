@@ -259,13 +259,12 @@ class LLM:
         ids = self._ids(prompt)
         if params.stop_strings and self.tokenizer is None:
             raise InvalidArgumentError("stop texts, but the model has no tokenizer", hint="stop_token_ids")
-        eos = (
-            ()
-            if params.ignore_eos
-            else (*self.config.eos_ids, *(self.tokenizer.eos_ids if self.tokenizer else ()))
-        )
+        of_tokenizer = self.tokenizer.eos_ids if self.tokenizer else ()
+        eos = () if params.ignore_eos else (*self.config.eos_ids, *of_tokenizer)
+        # Without ids that the model cannot bring, which a device's table of ends need not hold.
+        ends = {token for token in (*eos, *params.stop_token_ids) if token < self.config.vocab_size}
         seed = secrets.randbits(63) if params.seed is None else int(params.seed)
-        return Request(ids, params, seed, frozenset((*eos, *params.stop_token_ids)), self.tokenizer)
+        return Request(ids, params, seed, frozenset(ends), self.tokenizer)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

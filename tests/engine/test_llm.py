@@ -124,6 +124,12 @@ def test_tokens_end_an_answer(llm):
     assert (output.finish_reason, output.stop) == ("stop", stop)
 
 
+def test_end_tokens_that_no_model_brings_end_nothing(llm, monkeypatch):
+    whole = llm.generate(PROMPTS[0], SamplingParams(max_tokens=6, ignore_eos=True))[0]
+    monkeypatch.setattr(llm, "config", replace(llm.config, eos_ids=(2**40,)))
+    assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=6))[0].token_ids == whole.token_ids
+
+
 def test_logprobs_are_the_model_s(llm):
     prompt = Letters().encode(PROMPTS[0])
     output = llm.generate(
