@@ -148,9 +148,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     if (warp >= kCopyWarps || !ptx::elect_one()) return;
     __shared__ __align__(16) TableIndex scratch[kRolled ? 2 : 1][2][kRolled ? kBlockKeys / kBoxKeys : 1];
     // Of a cache: looked up when the tile before is on its way, which hides the latency.
-    const auto find_boxes = [&](const SequenceTile& tile, int j) {
-      Boxes boxes;
-      if constexpr (kPaged) boxes.find(table_row_of(tile), j * kBlockKeys, tile.keys, scratch[warp][j & 1]);
+    const auto find_boxes = [&](const SequenceTile& tile, const Range& range, int j) {
+      Boxes boxes{};
+      if constexpr (kPaged) {
+        if (j >= range.begin_tile) {
+          boxes.find(table_row_of(tile), j * kBlockKeys, tile.keys, scratch[kRolled ? warp : 0][j % 2]);
+        }
+      }
       return boxes;
     };
     // Waits for room in a ring, then copies a tile of keys or values there. Whatever a copy needs is ready before that wait:
@@ -185,10 +189,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         const SequenceTile tile = work.tile;
         const Range range = range_of(tile);
         const int kv_head = kv_head_of(tile), cleared_tile = cleared_tile_of(tile);
-        Boxes boxes = find_boxes(tile, range.end_tile - 1);
+        Boxes boxes = find_boxes(tile, range, range.end_tile - 1);
         for (int j = range.end_tile - 1; j >= range.begin_tile; --j) {
           load_values(tile, kv_head, j, boxes, cleared_tile);
-          boxes = find_boxes(tile, j - 1);
+          boxes = find_boxes(tile, range, j - 1);
         }
       }
       return;
@@ -204,9 +208,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       // a long tile would be the longest of those left, in the hands of the block that comes to it last.
       const int last = range.end_tile - 1, wish_at = min(last, range.begin_tile + 2);
       const int kv_head = kv_head_of(tile), cleared_tile = cleared_tile_of(tile);
-      Boxes value_boxes = find_boxes(tile, last);
+      Boxes value_boxes = find_boxes(tile, range, last);
       load_keys(tile, kv_head, last, value_boxes);
-      Boxes boxes = find_boxes(tile, last - 1);
+      Boxes boxes = find_boxes(tile, range, last - 1);
 #pragma unroll 1
       for (int i = 0; i < kConsumers; ++i) {
         query_ring.wait_empty();
@@ -221,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         if (j == wish_at) work.wish_for_next();
         if constexpr (kCopyWarps == 1) load_values(tile, kv_head, j, value_boxes, cleared_tile);
         value_boxes = boxes;
-        boxes = find_boxes(tile, j - 2);
+        boxes = find_boxes(tile, range, j - 2);
       }
     }
     return;
