@@ -36,11 +36,11 @@ class HopperTiles:
     blocks_per_sm: how many blocks share an SM (more than one: one consumer warpgroup each).
     heads: query heads of a KV head that share a tile, a divisor of their number; each consumer then has 64 // heads
     queries.  splits: parts of dense keys at most, each computed as a batch of its own and merged by a second launch.
-    copy_warps: 2 where one brings keys and one values, None for what suits the number of copies.
+    copy_warps: 2 where one brings keys and one values, None for what suits the consumers.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them.  rolled: boxes of a cache are copied in loops that are not unrolled.  staged: the output
-    goes by way of shared memory."""
+    them.  rolled: boxes of a cache are copied in loops that are not unrolled; None for what suits the consumers.
+    staged: the output goes by way of shared memory."""
 
     consumers: int
     block_keys: int
@@ -53,7 +53,7 @@ class HopperTiles:
     copy_warps: int | None = None
     ahead: int | None = None
     before_values: int | None = None
-    rolled: bool = False
+    rolled: bool | None = None
     staged: bool = False
 
     @property
@@ -88,12 +88,13 @@ class HopperTiles:
         return self.block_keys // 4 if self.before_values is None else self.before_values
 
     def copying_warps(self, copies: int) -> int:
-        """`copy_warps`, or its default for so many TMA boxes a tile of keys.
+        """`copy_warps`, or its default for so many TMA boxes a tile of keys; 0: keys are not in a cache."""
+        return self.copy_warps or (2 if copies and self.copies_in_loops else 1)
 
-        A copying warp slows the consumers' warps beside it, so one is best where it keeps up: with blocks of 16 it took
-        0.97 of the time of two at head dimension 128, and 1.02 at 64, where three consumers end a tile sooner.
-        """
-        return self.copy_warps or (2 if self.consumers == 3 and copies > 4 else 1)
+    @property
+    def copies_in_loops(self) -> bool:
+        """`rolled`, or its default: three consumers, measured at head dimension 64."""
+        return self.consumers == 3 if self.rolled is None else self.rolled
 
     def register_shares(self, packed: bool = False) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched.
@@ -144,8 +145,8 @@ class HopperTiles:
             text += f", {self.before_values} before values"
         if self.staged:
             text += ", staged"
-        if self.rolled:
-            text += ", rolled"
+        if self.rolled is not None:
+            text += ", rolled" if self.rolled else ", not rolled"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

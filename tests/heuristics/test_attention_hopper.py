@@ -66,9 +66,8 @@ def test_tiles_fit_shared_memory_and_registers():
             assert needed <= (consumer or tiles.registers), (dim, value_dim, str(tiles))
 
 
-def test_two_warps_copy_only_where_one_falls_behind():
-    """Small blocks of a cache, many boxes a tile, for three consumers."""
-    assert [HopperTiles(3, 128).copying_warps(copies) for copies in (1, 2, 8)] == [1, 1, 2]
+def test_two_warps_copy_for_three_consumers_of_a_cache():
+    assert [HopperTiles(3, 128).copying_warps(copies) for copies in (0, 1, 8)] == [1, 2, 2]
     assert HopperTiles(2, 128).copying_warps(8) == 1
     assert HopperTiles(2, 128, copy_warps=2).copying_warps(1) == 2
 
