@@ -105,12 +105,14 @@ class HopperTiles:
             return 0, 0
         if self.consumers == 3:
             producer = 32
-        elif packed:  # with 24 a search spills, with 40 the copies of small blocks at head dimension 256
-            producer = 40 if self.consumers == 1 else 48
+        elif packed:
+            producer = 40  # with 24 a search spills
         else:
             producer = 24
-        consumer = (_REGISTER_FILE // self.blocks_per_sm // 128 - producer) // self.consumers // 8 * 8
-        return producer, min(240, consumer)
+        # Of what the block was launched with, not of the SM's: a warp that asks for more than the others give up waits
+        # for ever.
+        launched = self.registers * (self.consumers + 1)
+        return producer, min(240, (launched - producer) // self.consumers // 8 * 8)
 
     @property
     def ring_bytes(self) -> int:

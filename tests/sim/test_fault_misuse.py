@@ -57,3 +57,22 @@ def test_misuse_is_reported(fault: int) -> None:
 def test_the_kernel_without_misuse_is_clean() -> None:
     with sim.checks(adversarial=True, hazards=True, races=True):
         run(0)
+
+
+def shares(producer: int, consumer: int) -> None:
+    path = Path(__file__).parent / "kernels" / "register_pool.cu"
+    seen = np.zeros(1, np.int32)
+    with cki.device("sim"):
+        cki.load(path, constants={"kProducer": producer, "kConsumer": consumer})(1, 384, seen)
+    assert seen[0] == 1
+
+
+def test_a_block_may_use_the_registers_that_it_began_with() -> None:
+    shares(40, 232)  # 504: three warpgroups of 168
+
+
+def test_warps_that_ask_for_more_registers_than_the_block_has_are_reported() -> None:
+    """On a GPU the last increase waits for ever: 48 + 2 * 232 = 512, of 504."""
+    with pytest.raises(SimulationError, match="12 warps of 168.* waits for ever") as raised:
+        shares(48, 232)
+    assert "register_pool.cu:" in str(raised.value)

@@ -1,5 +1,5 @@
-// Simulated ptx/setmaxnreg.cuh: fibers have no register file. What is left is that whole warps execute it, converged, and that
-// none gives up more registers than it can have.
+// Simulated ptx/setmaxnreg.cuh: fibers have no register file. What is left is that whole warps execute it, converged, that
+// none gives up more registers than it can have, and that a block's warps do not ask for more than it began with.
 #pragma once
 
 extern "C" void cki_sim_setmaxnreg(int registers, bool is_decrease);
