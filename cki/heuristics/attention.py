@@ -47,13 +47,13 @@ class AttentionTiles:
         return self.warps * 32
 
     def shared_memory(self, head_dim: int, value_dim: int, itemsize: int, paged: bool = False) -> int:
-        """Bytes: the query tile and two stages of keys and values, 16 bytes of padding a row.  Padded dimensions.
+        """Bytes: the query tile and two stages of keys and values, 16 bytes of padding a row; a word beside them.
 
-        paged: and the place of each key, 8 bytes.
+        Dimensions are padded ones.  paged: and the place of each key, 8 bytes.
         """
         query = self.block_rows * (head_dim * itemsize + 16)
         stage = self.block_keys * ((head_dim + value_dim) * itemsize + 32 + (8 if paged else 0))
-        return query + 2 * stage
+        return query + 2 * stage + 16
 
 
 def padded(dim: int) -> int:

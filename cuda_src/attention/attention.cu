@@ -81,9 +81,11 @@ using Scores = float[kRowTiles][kKeyTiles][4];
 using Output = float[kRowTiles][kColumnTiles][4];
 
 // Dynamic shared memory: the query tile, two stages of a key tile and a value tile each, and for kPaged the places of
-// the keys of two tiles.
+// the keys of two tiles; then a word with the first tile of which values that are not finite were dropped, for which wide
+// rows of fp32 have no register.
 constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
 constexpr int kPlacesOffset = QueryTile::kBytes + 2 * kStageBytes;
+constexpr int kFirstDroppedOffset = kPlacesOffset + (kPaged ? 2 * kBlockKeys * static_cast<int>(sizeof(KeyPlace)) : 0);
 
 // A warp's rows on one tile of keys. kBandTest: the tile reaches beyond what some row may see. row_of(r) describes row r of
 // this lane; it is asked anew for every tile, because keeping the answers would take registers.
@@ -271,6 +273,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
   };
 
+  int* const first_dropped = reinterpret_cast<int*>(smem + kFirstDroppedOffset);
+  if constexpr (kDrops) {
+    if (threadIdx.x == 0) *first_dropped = end_tile;
+    __syncthreads();
+  }
   if (first_tile < end_tile) {
     copy_scattered_tile<QueryTile, kCopyBytes, kThreads>(
         smem,
@@ -291,16 +298,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   Output output = {};
   SoftmaxRow softmax[kRowTiles * 2];
-  int first_repair = end_tile;  // of the tiles in which this thread dropped values that are not finite
   for (int tile = first_tile; tile < end_tile; ++tile) {
     unsigned char* stage = smem + QueryTile::kBytes + (tile - first_tile) % 2 * kStageBytes;
     const int first_key = tile * kBlockKeys;
     const int end_key = first_key + kBlockKeys;
     ptx::cp_async_wait_group<0>();
     if (kDrops && (kDropsAlways || first_key < common_begin || end_key > common_end)) {
-      if (drop_own_nonfinite<ValueTile, kCopyBytes, kThreads>(stage + KeyTile::kBytes)) {
-        first_repair = min(first_repair, tile);
-      }
+      if (drop_own_nonfinite<ValueTile, kCopyBytes, kThreads>(stage + KeyTile::kBytes)) atomicMin(first_dropped, tile);
     }
     if constexpr (kPaged) own_places.publish(places_of(tile + 1));
     __syncthreads();
@@ -350,13 +354,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 
   if constexpr (kDrops) {
-    // Also the barrier behind the output, which other threads wrote.
-    if (__syncthreads_or(first_repair < end_tile) == 0) return;
-    int* first = reinterpret_cast<int*>(smem);  // the tiles are no longer needed
-    if (threadIdx.x == 0) *first = end_tile;
-    __syncthreads();
-    atomicMin(first, first_repair);
-    __syncthreads();
+    __syncthreads();  // also behind the output, which other threads wrote
+    if (*first_dropped == end_tile) return;
     const auto value_row = [&](int key) -> const Source* {
       if constexpr (kPaged) {
         const KeyPlace place = block_row_of_table.find(key);
@@ -371,8 +370,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       Result* out_row = out + out_origin() + query * out_sequence + head * out_head;
       const QueryRow<BiasElement> row = query_row(query, head);
       const auto is_kept = [&](int key) { return !kDropout || !dropout.drops(key, query, row.dropout_row); };
-      repair_row<Features, kPaged>(out_row, out_dim, value_row, v_dim, value_dim, *first * kBlockKeys, end_tile * kBlockKeys,
-                                   row, band, rules, is_kept);
+      repair_row<Features, kPaged>(out_row, out_dim, value_row, v_dim, value_dim, *first_dropped * kBlockKeys,
+                                   end_tile * kBlockKeys, row, band, rules, is_kept);
     }
   }
 }

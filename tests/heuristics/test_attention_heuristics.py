@@ -52,7 +52,7 @@ def test_a_step_is_complete():
         kinds = {"P": (Operand, NullPointer), "q": int, "i": int, "I": int, "f": float}[letter]
         assert isinstance(value, kinds), (letter, value)
     assert step.grid == (1 * 4 * 2, 1, 1)
-    assert step.smem == 128 * 144 + 2 * 2 * 64 * 144
+    assert step.smem == 128 * 144 + 2 * 2 * 64 * 144 + 16
 
 
 def test_the_tile_does_not_depend_on_batch_heads_or_lengths():
