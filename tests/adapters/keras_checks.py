@@ -21,8 +21,10 @@ from pathlib import Path
 if os.environ.get("CKI_DEVICE", "sim") == "sim":  # small programs: compiling them takes all the time
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ.setdefault("XLA_FLAGS", flags)
-if unused := {"tensorflow", "torch", "jax", "matplotlib"} - {os.environ["KERAS_BACKEND"]}:
-    sys.modules.update(dict.fromkeys(unused))  # Keras would import them, which takes seconds, where it can
+if os.environ["KERAS_BACKEND"] != "tensorflow":
+    # Keras would import it, which takes seconds, where it can. (Torch and JAX, too, but None in their place
+    # stops SciPy, which looks for their arrays.)
+    sys.modules["tensorflow"] = None
 
 import keras
 import numpy as np
