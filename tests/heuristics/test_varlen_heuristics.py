@@ -68,7 +68,7 @@ def test_a_step_is_complete(block_size):
         kinds = {"P": (Operand, NullPointer), "q": int, "i": int, "I": int, "f": float}[letter]
         assert isinstance(value, kinds), (letter, value)
     places = 2 * 64 * 8 if block_size else 0
-    assert step.smem == 128 * 144 + 2 * 2 * 64 * 144 + places
+    assert step.smem == 128 * 144 + 2 * 2 * 64 * 144 + places + 16
     assert step.kernel.constant("kPaged") is bool(block_size)
 
 
