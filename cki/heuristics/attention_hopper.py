@@ -39,8 +39,7 @@ class HopperTiles:
     copy_warps: 2 where one brings keys and one values, None for what suits the consumers.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them.  rolled: boxes of a cache are copied in loops that are not unrolled; None for what suits the consumers.
-    staged: the output goes by way of shared memory."""
+    them.  rolled: boxes of a cache are copied in loops that are not unrolled; None for what suits the consumers."""
 
     consumers: int
     block_keys: int
@@ -54,7 +53,6 @@ class HopperTiles:
     ahead: int | None = None
     before_values: int | None = None
     rolled: bool | None = None
-    staged: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -128,8 +126,7 @@ class HopperTiles:
         key_row = -(-head_dim * 2 // key_span(head_dim)) * key_span(head_dim)
         tiles = pattern(self.block_rows * key_row) + pattern(self.stages * self.block_keys * key_row)
         tiles += self.stages * self.block_keys * value_dim * 2
-        found = tiles + self.ring_bytes + 2 * (28 if packed else 12)
-        return -(-found // 128) * 128 + self.block_rows * (value_dim * 2 + 16) if self.staged else found
+        return tiles + self.ring_bytes + 2 * (28 if packed else 12)
 
     def __str__(self) -> str:
         text = f"{self.block_rows} rows x {self.block_keys} keys, {self.stages} stages, {self.schedule}"
@@ -145,8 +142,6 @@ class HopperTiles:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:
             text += f", {self.before_values} before values"
-        if self.staged:
-            text += ", staged"
         if self.rolled is not None:
             text += ", rolled" if self.rolled else ", not rolled"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"

@@ -429,12 +429,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         }
       }
       scale_rows(rows.output, factor);
-      if constexpr (kStagesOutput) {
-        const int first = row - lane / 4;  // of the warp
-        store_rows_staged(smem + kStageOffset + (consumer * 4 + static_cast<int>(thread[0]) / 32) * kWarpStageBytes,
-                          out_of(first), out_sequence, rows.output, end_row - first, value_dim);
-        return;
-      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         store_row<Result, kWideStore, kPairStore>(out_of(row + 8 * r), out_dim, rows.output, r, value_dim,

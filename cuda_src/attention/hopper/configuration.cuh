@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/hopper/consumer.cuh"
-#include "attention/hopper/epilogue.cuh"
 #include "attention/hopper/key_range.cuh"
 #include "attention/hopper/packed_work.cuh"
 #include "attention/hopper/scheduler.cuh"
@@ -60,9 +59,6 @@ using KeyTile = SlabTile<kBlockKeys, kHeadDim, kKeySpan>;
 using ValueTile = SlabTile<kBlockKeys, kValueDim, kValueSpan>;
 using Layout = SharedLayout<kConsumers, QueryTile, KeyTile, ValueTile, kStages,
                             static_cast<int>(kVarlen ? sizeof(SequenceTile) : sizeof(WorkTile))>;
-// The output by way of shared memory, behind all else.
-constexpr bool kStagesOutput = kStaged && kWideStore && kPackedHeads == 1 && 256 % kValueDim == 0;
-constexpr int kStageOffset = (Layout::kBytes + 127) / 128 * 128, kWarpStageBytes = 16 * kStagedPitch<kValueDim>;
 // Of keys and values in a cache.
 using Boxes = typename BoxesOf<TableIndex, kBlockKeys / kBoxKeys, kBoxKeys, kWholeBlocks, kRolled>::Type;
 using DenseWork = WorkSource<static_cast<Schedule>(kSchedule), kLimitRight>;

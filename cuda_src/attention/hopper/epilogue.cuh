@@ -9,7 +9,6 @@
 #include "common/types.cuh"
 #include "common/vec.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/stmatrix.cuh"
 
 namespace cki::attention {
 
@@ -68,42 +67,6 @@ __device__ __forceinline__ void store_row(Element* row, i64 dim_stride, const fl
         if (column + 1 < value_dim) row[(column + 1) * dim_stride] = from_float<Element>(pair[1]);
       }
     }
-  }
-}
-
-// Bytes between the rows of store_rows_staged: neighbouring rows begin in other banks.
-template <int kValueDim>
-constexpr int kStagedPitch = kValueDim * 2 + 16;
-
-// Stores the 16 rows of a warp by way of `stage`, its own part of shared memory: written by stmatrix and read in the order of
-// addresses, 16 bytes a lane, which is half of the instructions of an exchange in quads. Rows as kWide of store_row asks for.
-// rows_left: how many of them exist.
-template <class Element, int kCount>
-__device__ __forceinline__ void store_rows_staged(unsigned char* stage, Element* first_row, i64 row_stride,
-                                                  const float (&output)[kCount], int rows_left, int value_dim) {
-  constexpr int kPitch = kStagedPitch<2 * kCount>, kPieces = kCount / 4;  // a piece: eight columns
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  __syncwarp();  // the rows of the tile before have been read
-  unsigned char* own = stage + lane % 16 * kPitch + lane / 16 * 16;
-#pragma unroll
-  for (int piece = 0; piece < kPieces; piece += 2) {
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = pack_pair<Element>(output[4 * piece + 2 * i], output[4 * piece + 2 * i + 1]);
-    ptx::stmatrix_x4(own + piece * 16, words);
-  }
-  __syncwarp();
-  static_assert(32 % kPieces == 0, "a lane has one piece of every 32 / kPieces-th row");
-  constexpr int kRowsAtOnce = 32 / kPieces;
-  const int row = lane / kPieces, column = lane % kPieces * 8;
-  const unsigned char* staged = stage + row * kPitch + column * 2;
-  Element* to = first_row + row * row_stride + column;
-  const i64 step = kRowsAtOnce * row_stride;
-#pragma unroll
-  for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
-    const uint4 words = *reinterpret_cast<const uint4*>(staged + i * kRowsAtOnce * kPitch);
-    if (row + i * kRowsAtOnce < rows_left && column < value_dim) ptx::store_global_16(to, words);
-    to += step;
   }
 }
 
