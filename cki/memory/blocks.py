@@ -1,4 +1,4 @@
-"""Which block of a paged cache belongs to which sequence, and nothing of any device.
+"""Which block of a paged cache belongs to which sequence: the whole policy, and nothing of any device.
 
 A cache is cut into blocks of `block_size` tokens.  A sequence owns a list of blocks (a row of `table`); token t of it
 lies in block `table[row, t // block_size]` at offset `t % block_size`.
@@ -6,18 +6,20 @@ lies in block `table[row, t // block_size]` at offset `t % block_size`.
 * A block is taken when a token first needs it, or ahead of time when a sequence is created with a known prompt.
 * Blocks count their owners.  `fork` shares all blocks that hold tokens; full blocks are never written again, so only a
   shared, partly filled last block has to be copied, by the owner that writes first.  The last owner writes in place.
-* A full block whose tokens are known is found again by its content (`cki.memory.content`), also after its last owner
-  has left, as long as no one else needs it (`cki.memory.pool`).
+* A full block whose tokens are known is found again by its content (`cki.memory.content`).  Such a block keeps its
+  content when its last owner leaves, and counts as free; it is emptied only when no other block is free, the least
+  recently used first.
 * A sequence can give up its end (`truncate`: drafts that were not accepted) and its beginning (`release_before`: what a
   sliding window has left behind).
 * Every operation either happens whole or raises and changes nothing.
 
 The unit of work is a batch of sequences, in NumPy: 256 cost tens of microseconds.  It belongs to one thread at a time.
-Paging is the idea of vLLM (https://arxiv.org/abs/2309.06180); digests are those of its v1.
+Paging is the idea of vLLM (https://arxiv.org/abs/2309.06180); digests and the order of eviction are those of its v1.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,8 +27,7 @@ import numpy as np
 from cki.errors import InvalidArgumentError, OutOfBlocksError
 from cki.memory import checks
 from cki.memory.checks import is_integer, is_size, listed, require_sizes, token_counts, token_ids
-from cki.memory.content import Salt, first_digest, prefix_digests
-from cki.memory.pool import BlockPool
+from cki.memory.content import Salt, StoredBlocks, first_digest, prefix_digests
 
 #: Several sequences, or one.
 Sequences = int | Sequence[int]
@@ -56,7 +57,13 @@ class BlockAllocator:
         self.table = np.zeros((max_sequences, columns), np.int32)
         self.lengths, self.held, self.released = (np.zeros(max_sequences, np.int64) for _ in range(3))
         self.version = 0
-        self._pool = BlockPool(self.num_blocks)
+        self._owners = np.zeros(num_blocks, np.int32)
+        # Free blocks without content: a stack, the lowest ids on top at first.
+        self._empty = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_empty = self.num_blocks
+        # Free blocks with content, the least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._stored = StoredBlocks()
         self._rows: dict[int, int] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._next_id = 0
@@ -71,7 +78,7 @@ class BlockAllocator:
     @property
     def num_free(self) -> int:
         """Blocks that can be taken, those with reusable content included."""
-        return self._pool.num_free
+        return self._num_empty + len(self._cached)
 
     @property
     def num_used(self) -> int:
@@ -81,12 +88,12 @@ class BlockAllocator:
     @property
     def num_shared(self) -> int:
         """Blocks with two owners or more."""
-        return self._pool.num_shared
+        return int(np.count_nonzero(self._owners > 1))
 
     @property
     def num_cached(self) -> int:
         """Free blocks whose content can still be shared."""
-        return self._pool.num_cached
+        return len(self._cached)
 
     @property
     def num_sequences(self) -> int:
@@ -112,14 +119,16 @@ class BlockAllocator:
         total = -(-count // self.block_size)
         if total > self.table.shape[1]:
             raise InvalidArgumentError(self._too_long(f"a prompt of {count} tokens", total))
-        found = self._pool.stored.longest_prefix(digests[: max(count - 1, 0) // self.block_size])
-        hits = np.array(found, np.int32)
+        hits = self._stored.longest_prefix(digests[: max(count - 1, 0) // self.block_size])
+        revived = sum(block in self._cached for block in hits)
         self._require_row()
-        self._require_blocks(total - len(hits) + self._pool.count_free(hits))
-        self._pool.share(hits)
+        self._require_blocks(total - len(hits) + revived)
+        for block in hits:
+            self._cached.pop(block, None)
+        self._owners[hits] += 1
         sequence, row = self._new_row()
         self.table[row, : len(hits)] = hits
-        self.table[row, len(hits) : total] = self._pool.take(total - len(hits))
+        self.table[row, len(hits) : total] = self._take(total - len(hits))
         self.held[row] = total
         self.lengths[row] = len(hits) * self.block_size
         self._first_digests[row] = first
@@ -151,12 +160,12 @@ class BlockAllocator:
         self._require_blocks(num_new + len(copied))
         if self._cut_short:
             self._forget_overwritten(rows.tolist(), added, copied)
-        taken = self._pool.take(num_new + len(copied))
+        taken = self._take(num_new + len(copied))
         copies = np.empty((len(copied), 2), np.int32)
         if len(copied):
             place = rows[copied], lengths[copied] // size
             copies[:, 0], copies[:, 1] = self.table[place], taken[num_new:]
-            self._pool.leave_to_others(copies[:, 0])
+            np.subtract.at(self._owners, copies[:, 0], 1)
             self.table[place] = copies[:, 1]
             self.version += 1
         if num_new:
@@ -176,7 +185,7 @@ class BlockAllocator:
         begin, stored = self.released[parent], -(-self.lengths[parent] // self.block_size)
         child_id, child = self._new_row()
         blocks = self.table[parent, begin:stored]
-        self._pool.share(blocks)
+        self._owners[blocks] += 1
         self.table[child, begin:stored] = blocks
         self.released[child], self.held[child], self.lengths[child] = begin, stored, self.lengths[parent]
         self._first_digests[child] = self._first_digests[parent]
@@ -235,7 +244,7 @@ class BlockAllocator:
         """Back to `lengths` after an `append` whose tokens were never written: nobody may find them as a prefix."""
         for row, length in zip(self.rows_of(sequences).tolist(), lengths.tolist()):
             for block in self.table[row, length // self.block_size : self.held[row]].tolist():
-                self._pool.stored.forget(block)
+                self._stored.forget(block)
         self.truncate(sequences, lengths)
 
     def release_before(self, sequence: int, position: int) -> int:
@@ -263,7 +272,10 @@ class BlockAllocator:
             raise InvalidArgumentError(
                 f"num_blocks={num_blocks!r}", hint=f"an integer from {self.num_blocks} to 2^31 - 1"
             )
-        self._pool.grow(int(num_blocks))
+        fresh = np.arange(num_blocks - 1, self.num_blocks - 1, -1, dtype=np.int32)
+        self._empty = np.resize(np.concatenate([fresh, self._empty[: self._num_empty]]), num_blocks)
+        self._num_empty += len(fresh)
+        self._owners = np.concatenate([self._owners, np.zeros(len(fresh), np.int32)])
         self.num_blocks = int(num_blocks)
 
     def length(self, sequence: int) -> int:
@@ -327,19 +339,42 @@ class BlockAllocator:
         self.version += 1
         return sequence, row
 
+    def _take(self, count: int) -> np.ndarray:
+        while self._num_empty < count:
+            block, _ = self._cached.popitem(last=False)
+            self._stored.forget(block)
+            self._put(block)
+        self._num_empty -= count
+        taken = self._empty[self._num_empty : self._num_empty + count][::-1].copy()
+        self._owners[taken] = 1
+        return taken
+
     def _leave(self, row: int, begin: int, end: int) -> int:
         """Give up a row's blocks at the places [begin, end); returns how many became free."""
-        return self._pool.leave(self.table[row, begin:end])
+        blocks = self.table[row, begin:end]
+        self._owners[blocks] -= 1
+        left = blocks[self._owners[blocks] == 0]
+        # The end first: of a prefix that is cached, the tail goes before what it hangs on.
+        for block in left[::-1].tolist():
+            if block in self._stored:
+                self._cached[block] = None
+            else:
+                self._put(block)
+        return len(left)
+
+    def _put(self, block: int) -> None:
+        self._empty[self._num_empty] = block
+        self._num_empty += 1
 
     def _rows_to_copy(self, rows: np.ndarray, lengths: np.ndarray, added: np.ndarray) -> np.ndarray:
         """Positions in `rows` of those that are to write into a block which others own too, the last owner excepted."""
         writing = np.flatnonzero((lengths % self.block_size != 0) & (added > 0))
         blocks = self.table[rows[writing], lengths[writing] // self.block_size]
-        shared = self._pool.owners[blocks] > 1
+        shared = self._owners[blocks] > 1
         owners: dict[int, int] = {}
         copied = []
         for position, block in zip(writing[shared].tolist(), blocks[shared].tolist()):
-            left = owners.get(block, int(self._pool.owners[block]))
+            left = owners.get(block, int(self._owners[block]))
             if left > 1:
                 copied.append(position)
             owners[block] = left - 1
@@ -351,14 +386,14 @@ class BlockAllocator:
             if row in self._cut_short and added[position]:
                 self._cut_short.discard(row)
                 if position not in copied:
-                    self._pool.stored.forget(int(self.table[row, self.lengths[row] // self.block_size]))
+                    self._stored.forget(int(self.table[row, self.lengths[row] // self.block_size]))
 
     def _publish(self, row: int) -> None:
         """Make the blocks of a known prompt that are full by now findable."""
         digests, start = self._prompts[row]
         start = max(start, int(self.released[row]))
         full = min(int(self.lengths[row]) // self.block_size, len(digests))
-        self._pool.stored.add(digests[start:full], self.table[row, start:full].tolist())
+        self._stored.add(digests[start:full], self.table[row, start:full].tolist())
         if full == len(digests):
             del self._prompts[row]
         else:

@@ -142,10 +142,9 @@ class Model:
         assert allocator.num_free + allocator.num_used == allocator.num_blocks
         assert allocator.num_cached <= allocator.num_free
         assert allocator.num_sequences == len(self.tokens)
-        pool = allocator._pool
-        np.testing.assert_array_equal(pool.owners, [owners[b] for b in range(allocator.num_blocks)])
-        empty = pool._empty[: pool._num_empty].tolist()
-        assert sorted([*empty, *pool._cached, *owners]) == list(range(allocator.num_blocks))
+        np.testing.assert_array_equal(allocator._owners, [owners[b] for b in range(allocator.num_blocks)])
+        empty = allocator._empty[: allocator._num_empty].tolist()
+        assert sorted([*empty, *allocator._cached, *owners]) == list(range(allocator.num_blocks))
 
 
 def prompts() -> st.SearchStrategy[list[int]]:
