@@ -1,7 +1,7 @@
 """Reads a Hugging Face configuration, old style or new, and says everything that is wrong with it at once.
 
 Absent values are what transformers takes for them.  GGUF metadata is read here too, under Hugging Face's names
-(`cki.engine.gguf_config`).
+(`cki.engine.gguf_model.gguf_config`).
 """
 
 from __future__ import annotations
