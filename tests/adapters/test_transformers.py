@@ -1,4 +1,4 @@
-"""Attention implementation "cki" of transformers: small random models against its own eager attention.
+"""Attention implementation "cki" of transformers: small random models against its own sdpa and eager attention.
 
 Logits, greedy text with dynamic and static caches, padding on either side; a counter of launches shows whose kernels
 ran.
@@ -53,8 +53,9 @@ def close(found, wanted):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(models, launches, family, batch):
+    """Those of sdpa, where the model has it."""
     model, mask = models(family), BATCHES[batch]
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     wanted = model(ids(), attention_mask=mask).logits
     assert not launches
     model.set_attn_implementation("cki")

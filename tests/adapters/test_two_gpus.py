@@ -206,7 +206,7 @@ def test_a_transformers_model_on_the_second_gpu(torch):
         num_key_value_heads=2,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to("cuda:1", torch.float32).eval()
-    ids = torch.randint(3, 100, (2, 12), device="cuda:1")
+    ids = torch.from_numpy(np.random.default_rng(1).integers(3, 100, (2, 12))).to("cuda:1")
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     found = {}
