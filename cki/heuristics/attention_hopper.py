@@ -39,7 +39,8 @@ class HopperTiles:
     copy_warps: 2 where one brings keys and one values, None for what suits the consumers.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them.  rolled: boxes of a cache are copied in loops that are not unrolled; None for what suits the consumers."""
+    them.  rolled: boxes of a cache are copied in loops that are not unrolled; None for what suits the consumers.
+    section: (batch, head) pairs in a section, whole groups; None for `heads_per_section`."""
 
     consumers: int
     block_keys: int
@@ -53,6 +54,7 @@ class HopperTiles:
     ahead: int | None = None
     before_values: int | None = None
     rolled: bool | None = None
+    section: int | None = None
 
     @property
     def block_rows(self) -> int:
@@ -144,6 +146,8 @@ class HopperTiles:
             text += f", {self.before_values} before values"
         if self.rolled is not None:
             text += ", rolled" if self.rolled else ", not rolled"
+        if self.section is not None:
+            text += f", sections of {self.section}"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
 
 

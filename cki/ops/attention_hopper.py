@@ -219,7 +219,7 @@ def plan_hopper(
     resident = device.sm_count * tiles.blocks_per_sm
     blocks = work if tiles.schedule == "single" else min(work, resident)
     kv_bytes = part_keys * (head_dim + value_dim) * itemsize
-    section = heads_per_section(
+    section = tiles.section or heads_per_section(
         kv_bytes,
         group // tiles.heads,
         head_tiles,
