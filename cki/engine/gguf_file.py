@@ -1,6 +1,6 @@
 """Reads the outside of a GGUF file: its metadata, and where each tensor lies.
 
-The format (ggml's docs/gguf.md): "GGUF", version, number of tensors and of keys; the keys with typed values; name,
+The format (ggml's gguf.md): "GGUF", version, number of tensors and of keys; the keys with typed values; name,
 shape, type and offset of each tensor; from the next multiple of `general.alignment` on, the numbers.  All is
 little-endian, strings have a 64-bit length before them.
 
