@@ -190,9 +190,21 @@ def cki_call(cell: Cell, tiles: AttentionTiles | HopperTiles | None = None) -> C
                 at.q, k, v, at.offsets, paged[0], seq_lens=paged[1], block_table=paged[2], causal=cell.causal,
                 max_seqlen_q=longest, out=at.out,
             )  # fmt: skip
-        attributes = (cell.causal, "bottom_right", None, (-1, -1), 0.0, False, longest, None, 0.0, False)
+        attributes = (
+            cell.causal,
+            "bottom_right",
+            None,
+            (-1, -1),
+            0.0,
+            False,
+            longest,
+            None,
+            0.0,
+            False,
+            None,
+        )
         return call(
-            spec_with_tiles(tiles), (at.q, k, v, at.offsets, *paged, *(None,) * 4), attributes, (at.out, None)
+            spec_with_tiles(tiles), (at.q, k, v, at.offsets, *paged, *(None,) * 7), attributes, (at.out, None)
         )
 
     return run

@@ -22,12 +22,12 @@ from cki.ops.attention_dropout import DROPOUT_INPUTS, NO_DROPOUT, AttentionDropo
 from cki.ops.attention_e4m3 import (
     DESCALE_INPUTS,
     NO_DESCALES,
-    OUT_DTYPES,
     Descales,
     as_e4m3,
     descales_of,
     plan_hopper_e4m3,
     preferred_e4m3,
+    result_dtype,
     values_workspace,
 )
 from cki.ops.attention_hopper import (
@@ -153,10 +153,7 @@ def attention(
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
     batch, queries, heads, _ = problem["q"].shape
-    dtype = problem["q"].dtype
-    if descales_of(problem) is not None:
-        dtype = OUT_DTYPES[problem.attribute("out_dtype") or "bf16"]
-    outputs = {"out": OutputSpec((batch, queries, heads, problem["v"].shape[3]), dtype)}
+    outputs = {"out": OutputSpec((batch, queries, heads, problem["v"].shape[3]), result_dtype(problem))}
     if problem.attribute("return_lse"):
         outputs["lse"] = OutputSpec((batch, heads, queries), dtypes.f32)
     return outputs
@@ -269,7 +266,7 @@ def plan_attention(
             "any_length": deterministic,
         }
         if descales is not None:
-            if bias is None and mask is None:
+            if bias is None and mask is None and packed is None:
                 limited, any_length = choice["has_limits"], choice["any_length"]
                 tiles = preferred_e4m3(q, k, v, device, has_limits=limited, any_length=any_length)
         elif packed is None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from cki import dtypes
 from cki.device import DeviceInfo
+from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import padded
 from cki.heuristics.attention_e4m3 import MIN_QUERIES, PROMOTED_DIM, SLAB_KEYS, E4m3Tiles, choose_e4m3_tiles
@@ -70,8 +71,18 @@ def is_e4m3_call(problem: Problem) -> bool:
     return dtypes.e4m3 in types or (given and dtypes.u8 in types)
 
 
-def check_descales(problem: Problem) -> None:
-    """e4m3 goes with all three descales and an out_dtype of 16 bits; other types with none of them."""
+def result_dtype(problem: Problem) -> DType:
+    """Of the output: q's, of codes what out_dtype says."""
+    if descales_of(problem) is None:
+        return problem["q"].dtype
+    return OUT_DTYPES[problem.attribute("out_dtype") or "bf16"]
+
+
+def check_descales(problem: Problem, batch: int) -> None:
+    """e4m3 goes with all three descales and an out_dtype of 16 bits; other types with none of them.
+
+    batch: batches or sequences.
+    """
     e4m3 = is_e4m3_call(problem)
     given = [item.name for item in DESCALE_INPUTS if problem.get(item.name) is not None]
     name = problem.attribute("out_dtype")
@@ -95,14 +106,15 @@ def check_descales(problem: Problem) -> None:
             "q_descale, k_descale and v_descale, f32 [batch, kv_heads] or [kv_heads]",
         )
     k = problem["k"]
+    wanted = ((batch, k.shape[-2]), k.shape[-2:-1]) if k.ndim > 2 else ()
     for item in given:
         tensor = problem[item]
         if tensor.dtype != dtypes.f32:
             problem.reject_type(f"{item} is {tensor.dtype}", f"{item} of f32")
-        if k.ndim == 4 and tensor.shape not in ((k.shape[0], k.shape[2]), (k.shape[2],)):
+        if wanted and tensor.shape not in wanted:
             problem.reject(
                 f"{item} has shape {tensor.shape}, k has shape {k.shape}",
-                f"{item} of shape {(k.shape[0], k.shape[2])} or {(k.shape[2],)}: [batch, kv_heads] or [kv_heads]",
+                f"{item} of shape {wanted[0]} or {wanted[1]}: [batch, kv_heads] or [kv_heads]",
             )
 
 

@@ -143,7 +143,7 @@ def _check_broadcast(problem: Problem, name: str, allowed: tuple[DType, ...]) ->
 def check_attention(problem: Problem) -> None:
     """Rules of `attention`."""
     check_attributes(problem)
-    check_descales(problem)
+    check_descales(problem, problem["k"].shape[0] if problem["k"].ndim else 0)
     types = CODES if is_e4m3_call(problem) else FLOATS
     if not check_tensors(
         problem, "batch, queries, heads, head_dim", "batch, keys, kv_heads, head_dim", types

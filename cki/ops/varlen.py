@@ -18,6 +18,7 @@ from cki.kernel import KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.attention import OPTIONS, PackedSequences, plan_attention
 from cki.ops.attention_dropout import DROPOUT_INPUTS, dropout_of
+from cki.ops.attention_e4m3 import DESCALE_INPUTS, Descales, descales_of, result_dtype
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.cache_arguments import imported
 from cki.ops.call import call
@@ -50,6 +51,10 @@ def varlen_attention(
     dropout_offset: Any = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    out_dtype: str | None = None,
     block_table: Any = None,
     seq_lens: Any = None,
     out: Any = None,
@@ -57,8 +62,8 @@ def varlen_attention(
 ) -> Any:
     """`cki.attention` of each of many sequences, of different lengths, packed one behind the other without padding.
 
-    q: [tokens, heads, head_dim].  k: [tokens, kv_heads, head_dim].  v: [tokens, kv_heads, value_dim].  f32, f16 or
-        bf16, all three alike; head dimensions 1 to 256; any strides.
+    q: [tokens, heads, head_dim].  k: [tokens, kv_heads, head_dim].  v: [tokens, kv_heads, value_dim].  f32, f16, bf16
+        or e4m3, all three alike; head dimensions 1 to 256; any strides.
     cu_seqlens_q: i32 or i64 [batch + 1]; sequence b has the queries from cu_seqlens_q[b] up to cu_seqlens_q[b + 1].
     cu_seqlens_k: likewise of the keys; None: those of the queries.
     max_seqlen_q, max_seqlen_k: the longest sequence, if known.  Hints: kernel and tiles are chosen for max_seqlen_q
@@ -72,8 +77,9 @@ def varlen_attention(
     seq_lens: i32 or i64 [batch], keys of each sequence, the new tokens included.
 
     causal, causal_alignment, scale, window, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, dropout_offset,
-    deterministic, return_lse, out, stream: as for `cki.attention`, sequence by sequence: the last query of a sequence
-    stands at its last key (bottom_right); for dropout sequence b is batch b.
+    deterministic, return_lse, q_descale, k_descale, v_descale, out_dtype, out, stream: as for `cki.attention`, sequence
+    by sequence: the last query of a sequence stands at its last key (bottom_right); for dropout and descales sequence
+    b is batch b.
 
     Returns out [tokens, heads, value_dim], or (out, lse [heads, tokens]).  A query that sees no key, and a row that
     belongs to no sequence (past the last offset), gets 0, and lse -inf (with sinks: lse = sink).  Sequences without
@@ -96,7 +102,8 @@ def varlen_attention(
         )  # fmt: skip
     longest = tuple(min(n, _LONG) if isinstance(n, Integral) else n for n in (max_seqlen_q, max_seqlen_k))
     inputs = (
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, sinks, alibi_slopes, dropout_seed, dropout_offset
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, sinks, alibi_slopes, dropout_seed, dropout_offset,
+        q_descale, k_descale, v_descale,
     )  # fmt: skip
     attributes = (
         causal,
@@ -108,13 +115,14 @@ def varlen_attention(
         *longest,
         dropout_p,
         deterministic,
+        out_dtype,
     )
     return call(VARLEN_ATTENTION, inputs, attributes, (out, None), stream)
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
     tokens, heads, _ = problem["q"].shape
-    outputs = {"out": OutputSpec((tokens, heads, problem["v"].shape[-1]), problem["q"].dtype)}
+    outputs = {"out": OutputSpec((tokens, heads, problem["v"].shape[-1]), result_dtype(problem))}
     if problem.attribute("return_lse"):
         outputs["lse"] = OutputSpec((heads, tokens), dtypes.f32)
     return outputs
@@ -140,7 +148,8 @@ def plan(
     options = {n: problem.attribute(n) for n in OPTIONS}
     steps = plan_attention(
         q, k, v, out, lse=outputs.get("lse"), device=device, packed=packed, sinks=problem.get("sinks"),
-        alibi_slopes=problem.get("alibi_slopes"), dropout=dropout_of(problem), tiles=tiles, **options,
+        alibi_slopes=problem.get("alibi_slopes"), dropout=dropout_of(problem), descales=descales_of(problem),
+        tiles=tiles, **options,
     )  # fmt: skip
     return Plan(steps, workspace_of(steps))
 
@@ -150,13 +159,13 @@ VARLEN_ATTENTION = OpSpec(
     inputs=(
         Input("q"), Input("k"), Input("v"), Input("cu_seqlens_q"), Input("cu_seqlens_k", True), Input("seq_lens", True),
         Input("block_table", True), Input("sinks", True), Input("alibi_slopes", True),
-        *DROPOUT_INPUTS,
+        *DROPOUT_INPUTS, *DESCALE_INPUTS,
     ),
     attributes=(
         Attribute("causal", bool, False), Attribute("causal_alignment", str, "bottom_right"), Attribute("scale", float),
         Attribute("window", tuple, (-1, -1)), Attribute("softcap", float, 0.0), Attribute("return_lse", bool, False),
         Attribute("max_seqlen_q", int), Attribute("max_seqlen_k", int), Attribute("dropout_p", float, 0.0),
-        Attribute("deterministic", bool, False),
+        Attribute("deterministic", bool, False), Attribute("out_dtype", str),
     ),
     outputs=("out", "lse"),
     check=check_varlen,
@@ -184,7 +193,10 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         table = dense("block_table", (8, 64), dtypes.i32) if block_size else None
         lengths = dense("seq_lens", (8,), dtypes.i32)
         packed = PackedSequences(dense("cu_seqlens_q", (9,), dtypes.i32), lengths, table, longest)
-        for step in plan_attention(q, k, k, q, device=device, packed=packed, **features):
+        descale, out = dense("descale", (8, 2), dtypes.f32), q
+        if dtype == dtypes.e4m3:
+            out, features["descales"] = dense("out", q.shape, dtypes.bf16), Descales(*(descale,) * 3)
+        for step in plan_attention(q, k, k, out, device=device, packed=packed, **features):
             found[step.kernel] = None
 
     slopes = dense("alibi_slopes", (8,), dtypes.f32)
@@ -205,6 +217,8 @@ def representative_specs(arch: str) -> list[KernelSpec]:
         add(bf16, dim, longest=16, causal=True)
     add(f16, 96, block_size=16)
     add(bf16, 128, longest=1, block_size=16, causal=True)
+    add(dtypes.e4m3, 128, causal=True)
+    add(dtypes.e4m3, 128, block_size=16, **everything)
     add(f16, 5, block_size=3, causal=True)
     add(f16, 5, causal=True)
     return list(found)

@@ -10,7 +10,8 @@ import numpy as np
 from cki import dtypes
 from cki.errors import InvalidArgumentError
 from cki.ops.attention_dropout import check_dropout
-from cki.ops.attention_rules import check_attributes, check_heads, check_per_head, check_tensors
+from cki.ops.attention_e4m3 import CODES, check_descales, is_e4m3_call
+from cki.ops.attention_rules import FLOATS, check_attributes, check_heads, check_per_head, check_tensors
 from cki.ops.spec import Problem
 from cki.ops.validate import block_problems, host_values, reads_values, shape_of
 
@@ -80,13 +81,15 @@ def check_varlen(problem: Problem) -> None:
         if longest is not None and longest < 0:
             problem.reject(f"{name} is {longest}", f"{name} of at least 0, or None")
     paged = problem.get("block_table") is not None
-    ranked = check_tensors(problem, "tokens, heads, head_dim", _BLOCKS if paged else _PACKED)
     offsets = problem["cu_seqlens_q"]
+    types = CODES if is_e4m3_call(problem) else FLOATS
+    ranked = check_tensors(problem, "tokens, heads, head_dim", _BLOCKS if paged else _PACKED, types)
     if offsets.ndim != 1 or not offsets.shape[0]:
         problem.reject(f"cu_seqlens_q has shape {offsets.shape}", "cu_seqlens_q of shape (batch + 1,)")
         return
     if not ranked:
         return
+    check_descales(problem, offsets.shape[0] - 1)
     _check_index(problem, "cu_seqlens_q", offsets.shape)
     if paged:
         _check_paged_keys(problem, offsets.shape[0] - 1)

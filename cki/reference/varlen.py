@@ -9,6 +9,13 @@ import numpy as np
 from cki.reference.attention import attention
 from cki.reference.paged import gathered
 
+_DESCALES = ("q_descale", "k_descale", "v_descale")
+
+
+def _of_sequence(descale: Any, sequence: int) -> Any:
+    """[kv_heads], or a sequence's row of [batch, kv_heads]."""
+    return descale if np.ndim(descale) < 2 else np.asarray(descale)[sequence]
+
 
 def varlen_attention(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, max_seqlen_q: int | None = None,
@@ -42,7 +49,10 @@ def varlen_attention(
             sinks=sinks,
             return_lse=True,
             first_batch=b,
-            **options,
+            **{
+                name: _of_sequence(option, b) if name in _DESCALES else option
+                for name, option in options.items()
+            },
         )
         out[begin:end], lse[:, begin:end] = one_out[0], one_lse[0]
     return (out, lse) if return_lse else out

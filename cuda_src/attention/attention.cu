@@ -71,7 +71,7 @@ constexpr bool kDrops = kHides || kDropsAlways;
 constexpr bool kTestsAlways = kBlockKeys == 16 && sizeof(Element) == 4 && kValueDim > 192;
 static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
-static_assert(!kDescaled || (kScaleFirst && !kVarlen), "a descale may be negative or 0; it is a batch's and a head's");
+static_assert(!kDescaled || kScaleFirst, "a descale may be negative or 0");
 
 using Band = KeyBand<kLimitLeft, kLimitRight>;
 using QueryTile = Tile<Element, kBlockRows, kHeadDim>;
@@ -239,7 +239,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     return query_row(query_of(row), head_of(row));
   };
   float logit_descale = 1.0f;
-  if constexpr (kDescaled) {
+  const bool has_descale = !kVarlen || (batch >= 0 && batch < sequences);  // rows of no sequence have none
+  if (kDescaled && has_descale) {
     logit_descale = q_descale[batch * q_descale_batch + kv_head * q_descale_head] *
                     k_descale[batch * k_descale_batch + kv_head * k_descale_head];
   }
@@ -333,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (sinks != nullptr) factor = softmax[r].take_sink(sinks[head * sinks_stride]);
     factor *= softmax[r].normalizer();
     if constexpr (kDropout) factor *= dropout_factor;
-    if constexpr (kDescaled) factor *= v_descale[batch * v_descale_batch + kv_head * v_descale_head];
+    if (kDescaled && has_descale) factor *= v_descale[batch * v_descale_batch + kv_head * v_descale_head];
     if (row >= total_rows) continue;
     if (lse != nullptr && lane % 4 == 0)
       lse[lse_index(head, query)] = softmax[r].log_sum_exp();

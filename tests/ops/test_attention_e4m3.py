@@ -24,6 +24,7 @@ from cki.plan import Plan
 from cki.reference.attention import visible_keys
 from tests.compare import assert_close
 from tests.ops.inputs import BF16, E4M3, F16, F32, normal
+from tests.ops.varlen_cases import offsets
 from tests.orders import every_check, orders
 
 #: Two warpgroups that take turns, rings of two stages that are walked through often.
@@ -271,6 +272,41 @@ def test_only_queries_that_see_a_nan_get_it(device, tiles):
     assert np.max(np.abs(out.astype(np.float64)[finite] - truth[finite])) < 0.1
 
 
+@pytest.mark.parametrize("block_size", [0, 5, 16])
+def test_packed_sequences(device, block_size):
+    """Each sequence and KV head has its own descales; in a cache, too.  Rows of no sequence behind the last."""
+    queries, keys = (9, 0, 40, 1), (30, 8, 40, 0)
+    cases = [codes(n, m, heads=4, kv_heads=2, dim=32, seed=i) for i, (n, m) in enumerate(zip(queries, keys))]
+    wanted = [expected(case, causal=True, softcap=20.0) for case in cases]
+    tensors = {n: np.concatenate([case[0][n][0] for case in cases]) for n in "qkv"}
+    tensors["q"] = np.pad(tensors["q"], ((0, 3), (0, 0), (0, 0)))
+    tensors |= {f"{n}_descale": np.concatenate([case[1][f"{n}_descale"] for case in cases]) for n in "qkv"}
+    tensors["cu_seqlens_q"], tensors["cu_seqlens_k"] = offsets(queries), offsets(keys)
+    if block_size:
+        tensors["block_table"] = np.arange(4 * 8, dtype=np.int32)[::-1].reshape(4, 8).copy()
+        for n in "kv":
+            cache = np.full((32, block_size, 2, 32), np.nan, E4M3)
+            for b, count in enumerate(keys):
+                for key in range(count):
+                    at = tensors["block_table"][b, key // block_size], key % block_size
+                    cache[at] = tensors[n][tensors["cu_seqlens_k"][b] + key]
+            tensors[n] = cache
+        tensors["seq_lens"] = np.array(keys, np.int32)
+        del tensors["cu_seqlens_k"]
+    on_device = {n: device.array(t) for n, t in tensors.items()}
+    out, lse = map(
+        device.numpy,
+        cki.varlen_attention(**on_device, causal=True, softcap=20.0, return_lse=True, out_dtype="bf16"),
+    )
+    truth, true_lse = reference.varlen_attention(**tensors, causal=True, softcap=20.0, return_lse=True)
+    assert out.dtype == BF16
+    assert not out[50:].any() and np.isneginf(lse[:, 50:]).all()
+    for b, begin in enumerate(offsets(queries)[:-1]):
+        rows = slice(begin, begin + queries[b])
+        assert_close(out[rows], truth[rows], wanted[b][2][0], "out")
+        assert_close(lse[:, rows], true_lse[:, rows], wanted[b][3][0], "lse")
+
+
 def test_descales_of_zero_and_nan(device):
     """Zero makes all weights alike, NaN the result, of their own batch."""
     tensors, descales = codes(70, 70, batch=3, dim=16)
@@ -386,3 +422,9 @@ def test_every_broken_rule_is_named(device):
         cki.attention(half, half, half, q_descale=good["q_descale"])
     with pytest.raises(InvalidArgumentError, match=r"out_dtype is 'bf16' beside q of dtype f16"):
         cki.attention(half, half, half, out_dtype="bf16")
+    packed = {n: good[n][0] for n in "qkv"} | {"cu_seqlens_q": device.array(offsets([3, 1]))}
+    with pytest.raises(InvalidArgumentError, match=r"without q_descale, k_descale, v_descale"):
+        cki.varlen_attention(**packed)
+    descale = device.array(np.ones((3, 1), np.float32))
+    with pytest.raises(InvalidArgumentError, match=r"k_descale has shape \(3, 1\)[\s\S]*\(2, 1\) or \(1,\)"):
+        cki.varlen_attention(**packed, q_descale=descale, k_descale=descale, v_descale=descale)
