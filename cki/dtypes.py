@@ -99,3 +99,5 @@ def from_numpy(dtype: object) -> DType:
 
 #: The largest finite number of f32.
 LARGEST_F32 = float.fromhex("0x1.fffffep127")
+#: The smallest number of f32 with all its bits; what is smaller, kernels may take for 0.
+SMALLEST_F32 = float.fromhex("0x1p-126")

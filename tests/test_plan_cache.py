@@ -196,6 +196,19 @@ def test_number_beyond_fp32(factor: float) -> None:
     assert len(text) < 300
 
 
+@pytest.mark.parametrize("factor", [5e-324, -1e-46, 1e-39, np.float64(1.17e-38)])
+def test_number_that_is_almost_nothing(factor: float) -> None:
+    """A kernel would compute with 0, or with few of its bits."""
+    assert f"factor is {factor!r}, which fp32 does not hold; 0, or 1.18e-38 or more" in refused(
+        InvalidArgumentError, x=X, factor=factor
+    )
+    with (
+        cki.device("sim"),
+        pytest.raises(InvalidArgumentError, match="eps is 1e-46, which fp32 does not hold"),
+    ):
+        cki.layer_norm(np.ones((2, 8), np.float32), eps=1e-46)
+
+
 def test_numpy_numbers_for_attributes() -> None:
     q = np.random.default_rng(0).normal(size=(1, 6, 1, 8)).astype(np.float32)
     with cki.device("sim"):

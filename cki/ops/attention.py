@@ -94,7 +94,7 @@ def attention(
         1 1 1 1      1 1 0 0
 
     window: (left, right); key j is visible when p - left <= j <= p + right; -1 is no limit on that side.
-    scale: None is 1/sqrt(head_dim); may be 0 or negative.
+    scale: None is 1/sqrt(head_dim); may be 0 or negative; else of a magnitude from 1e-30 to 1e30.
     softcap: 0 is off.
     bias: f32, f16 or bf16, broadcastable to [batch, heads, queries, keys], any strides; -inf hides a key.
     mask: bool or u8, broadcastable likewise; True (not 0) keeps a key.

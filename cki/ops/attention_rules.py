@@ -10,7 +10,9 @@ from cki.ops.spec import Problem
 
 MAX_HEAD_DIM = 256
 FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
-_LARGEST_SCALE = 1e38
+#: Between them products with logits and log2(e), and the scale's reciprocal, are numbers of fp32.
+_SCALES = (1e-30, 1e30)
+_LARGEST_SOFTCAP = 1e38
 _ALIGNMENTS = ("bottom_right", "top_left")
 
 
@@ -77,19 +79,19 @@ def check_per_head(problem: Problem, name: str) -> None:
 
 
 def check_scale(problem: Problem) -> None:
-    """scale: times log2(e) it is still a number of fp32."""
-    scale = problem.attribute("scale")
-    if scale is not None and abs(scale) > _LARGEST_SCALE:
-        problem.reject(f"scale is {scale}", f"scale from {-_LARGEST_SCALE:g} to {_LARGEST_SCALE:g}")
+    """scale: 0, or far from the ends of fp32."""
+    scale, (least, most) = problem.attribute("scale"), _SCALES
+    if scale and not least <= abs(scale) <= most:
+        problem.reject(f"scale is {scale}", f"scale of 0, or of a magnitude from {least:g} to {most:g}")
 
 
 def check_softcap(problem: Problem) -> None:
     """softcap: twice it, and 2 log2(e) scale / softcap, are numbers of fp32."""
     scale, softcap = problem.attribute("scale"), problem.attribute("softcap")
-    least = abs(1.0 if scale is None else scale) / _LARGEST_SCALE
-    if softcap and not least <= softcap <= _LARGEST_SCALE:
+    least = abs(1.0 if scale is None else scale) / _LARGEST_SOFTCAP
+    if softcap and not least <= softcap <= _LARGEST_SOFTCAP:
         problem.reject(
-            f"softcap is {softcap}", f"softcap of 0 (off), or from {least:g} to {_LARGEST_SCALE:g}"
+            f"softcap is {softcap}", f"softcap of 0 (off), or from {least:g} to {_LARGEST_SOFTCAP:g}"
         )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from cki.adapter import ALIGNMENT, Adapter
 from cki.device import DeviceInfo, cuda_device, current
-from cki.dtypes import LARGEST_F32
+from cki.dtypes import LARGEST_F32, SMALLEST_F32
 from cki.errors import CkiError, DeviceError, InvalidArgumentError, InvalidTypeError
 from cki.operand import Operand, dense
 from cki.ops.spec import Attribute, OpSpec, OutputSpec, Problem
@@ -181,6 +181,11 @@ def attribute_values(spec: OpSpec, attributes: Sequence[Any]) -> tuple[dict[str,
         elif kind is float and value is not None and not -LARGEST_F32 <= value <= LARGEST_F32:
             value = attribute.default
             wrong_values.append(f"{name} is {_shown(given)}, not a finite number of fp32")
+        elif kind is float and value and abs(value) < SMALLEST_F32:
+            value = attribute.default
+            wrong_values.append(
+                f"{name} is {_shown(given)}, which fp32 does not hold; 0, or {SMALLEST_F32:.3g} or more"
+            )
         values[name] = value
     return values, wrong_types, wrong_values
 

@@ -53,6 +53,17 @@ def test_ragged(device, dtype):
     check_decode(device, q, k, v, lengths, window=(30, -1))
 
 
+@pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e30])
+def test_scales_at_the_ends_of_what_is_allowed(device, scale):
+    """Beyond them reciprocals and logits leave fp32: zeros or NaN came without a word."""
+    q, k, v = normal((1, 2, 2, 16), F16, 1), normal((1, 40, 1, 16), F16, 2), normal((1, 40, 1, 16), F16, 3)
+    for queries in (q, q[:, :1]):
+        check_decode(device, queries, k, v, [33], scale=scale)
+    got = cki.attention(*map(device.array, (q, k, v)), scale=scale, causal=True)
+    truth = reference.attention(q, k, v, scale=scale, causal=True)
+    np.testing.assert_allclose(device.numpy(got), truth, atol=2e-3)
+
+
 def test_dense_head_major(device):
     """[batch, kv_heads, capacity, dim] in memory."""
     q, k, v = normal((2, 1, 4, 16), BF16, 1), normal((2, 2, 40, 16), BF16, 2), normal((2, 2, 40, 16), BF16, 3)
