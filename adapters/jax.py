@@ -94,7 +94,7 @@ class JaxAdapter(IndirectAdapter):
             dtypes.from_numpy(tensor.dtype)
         except (InvalidTypeError, TypeError):
             problems.append(
-                f"{name} is of dtype {tensor.dtype}, which has no kernels; one of {dtypes.known_names()}"
+                f"{name} is of dtype {tensor.dtype}, which has no kernels; {dtypes.usual_names()}"
             )
         devices = tensor.devices()
         if len(devices) > 1:

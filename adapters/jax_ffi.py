@@ -85,7 +85,7 @@ def _element(name: str, tensor: Any) -> str:
         return dtypes.from_numpy(tensor.dtype).name
     except (InvalidTypeError, TypeError):
         raise InvalidTypeError(
-            f"{name} is of dtype {tensor.dtype}, which has no kernels", hint=f"one of {dtypes.known_names()}"
+            f"{name} is of dtype {tensor.dtype}, which has no kernels", hint=dtypes.usual_names()
         ) from None
 
 

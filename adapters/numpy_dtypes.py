@@ -22,7 +22,5 @@ def array_problems(name: str, array: Any, foreign_order: str, copy: str) -> list
         try:
             dtypes.from_numpy(dtype)
         except InvalidTypeError:
-            problems.append(
-                f"{name} is of dtype {dtype}, which has no kernels; one of {dtypes.known_names()}"
-            )
+            problems.append(f"{name} is of dtype {dtype}, which has no kernels; {dtypes.usual_names()}")
     return problems + stride_problems(name, array.shape, array.strides, dtype.itemsize, copy)

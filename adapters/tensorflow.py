@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 import cki
-from cki import capture_state
+from cki import capture_state, dtypes
 from cki.adapter import Adapter, IndirectAdapter, adapter_of, type_name
 from cki.adapters import gradient_tensorflow, tf_eager, tf_graph, tf_ops
 from cki.adapters.gradient import require_bool
@@ -59,9 +59,11 @@ class TensorFlowAdapter(IndirectAdapter):
         problems = []
         # Before anything else touches the tensor: to_dlpack of a string tensor aborts the process.
         dtype = tf.as_dtype(tensor.dtype)
+        if dtype not in FROM_TF:
+            return [f"{name} is of dtype {dtype.name}, which has no kernels; {dtypes.usual_names()}"]
         if dtype not in DLPACK_TYPES:
             where = ""
-            if dtype in FROM_TF and not tf_ops.missing():
+            if not tf_ops.missing():
                 where = f"; it lies on {_concrete(tensor).device}, and passes beside a tensor on a GPU, without stream="
             return [
                 f"{name} is of dtype {dtype.name}, which cannot pass; one of "

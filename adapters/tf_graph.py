@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from cki import dtypes
 from cki.adapters import gradient_tensorflow, tf_xla
 from cki.adapters.tf_node import NodeCall
 from cki.adapters.tf_ops import node, op_name, results_of
@@ -47,7 +48,7 @@ def add_node(
         if tensor.dtype not in FROM_TF:
             raise InvalidTypeError(
                 f"{spec.name}: {name} is of dtype {tensor.dtype.name}, which has no kernels",
-                hint=f"one of {', '.join(known.name for known in FROM_TF)}",
+                hint=dtypes.usual_names(),
             )
         if tensor.shape.rank is None:
             raise InvalidArgumentError(

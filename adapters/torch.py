@@ -169,7 +169,7 @@ class TorchAdapter(Adapter):
             )
         if tensor.dtype not in _FROM_TORCH:
             problems.append(
-                f"{name} is of dtype {tensor.dtype}, which has no kernels; one of {', '.join(_NAMES)}"
+                f"{name} is of dtype {tensor.dtype}, which has no kernels; {dtypes.usual_names()}"
             )
         if tensor.layout != torch.strided:
             problems.append(f"{name} has layout {tensor.layout}; {name}.to_dense() is strided")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cki import own_operation
+from cki import dtypes, own_operation
 from cki.adapter import adapter_of
 from cki.adapters.torch import _FROM_TORCH, _TO_TORCH, TracedAdapter, has_tangent
 from cki.errors import InvalidTypeError, UnsupportedError
@@ -123,7 +123,9 @@ def _operand(name: str, tensor: torch.Tensor | None) -> Operand | None:
     if tensor is None:
         return None
     if tensor.dtype not in _FROM_TORCH:
-        raise InvalidTypeError(f"{name} is of dtype {tensor.dtype}, which has no kernels")
+        raise InvalidTypeError(
+            f"{name} is of dtype {tensor.dtype}, which has no kernels", hint=dtypes.usual_names()
+        )
     return Operand(name, tuple(tensor.shape), tuple(tensor.stride()), _FROM_TORCH[tensor.dtype])
 
 

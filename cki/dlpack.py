@@ -187,7 +187,7 @@ def from_cuda_array_interface(
         try:
             dtype = dtypes.from_numpy(typestr)
         except (InvalidTypeError, TypeError):
-            problems.append(f"element type {typestr} has no kernels; one of {dtypes.known_names()}")
+            problems.append(f"element type {typestr} has no kernels; {dtypes.usual_names()}")
     if any(extent < 0 for extent in shape):
         problems.append(f"shape {shape} has a negative extent")
     strides = contiguous_strides(shape)

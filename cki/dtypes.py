@@ -70,6 +70,14 @@ def known_names() -> str:
     return ", ".join(t.name for t in ALL)
 
 
+def usual_names() -> str:
+    """What operations take, for messages about a type that none takes."""
+    return (
+        "numbers are f32, f16 or bf16, indices i32 or i64, masks bool, codes e4m3 or u8; cki.load's kernels take "
+        "every type that CKI knows"
+    )
+
+
 def from_name(name: str) -> DType:
     """The type of that name, CKI's own (`bf16`) or the common long one (`bfloat16`)."""
     found = (_BY_NAME.get(name) or _ALIASES.get(name)) if isinstance(name, str) else None

@@ -119,7 +119,7 @@ def test_complex_and_four_bit_dtypes_are_refused():
     for dtype in (np.complex64, ml_dtypes.int4):
         (problem,) = ADAPTER.check(on_cpu(np.zeros(2, dtype)), "x")
         assert problem.startswith(
-            f"x is of dtype {np.dtype(dtype).name}, which has no kernels; one of f64, f32"
+            f"x is of dtype {np.dtype(dtype).name}, which has no kernels; numbers are f32, f16 or bf16"
         )
 
 

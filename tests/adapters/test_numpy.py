@@ -76,7 +76,7 @@ def test_strides_that_cut_elements():
         (np.zeros(3, ">f4"), "x is of dtype >f4, foreign byte order; x.astype('float32') is native"),
         (
             np.zeros(3, np.complex64),
-            "x is of dtype complex64, which has no kernels; one of f64, f32, f16, bf16",
+            "x is of dtype complex64, which has no kernels; numbers are f32, f16 or bf16, ",
         ),
         (np.array([object()]), "x is of dtype object, which has no kernels"),
         (np.array(["a"]), "x is of dtype <U1, which has no kernels"),
