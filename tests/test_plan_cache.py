@@ -196,6 +196,22 @@ def test_number_beyond_fp32(factor: float) -> None:
     assert len(text) < 300
 
 
+@pytest.mark.parametrize("number", [2**63, -(10**40), 10**5000], ids=["2^63", "-10^40", "10^5000"])
+def test_integer_beyond_64_bits(number: int) -> None:
+    x, w = np.ones((1, 4, 8), np.float32), np.ones((8, 8), np.float32)
+    with cki.device("sim"), pytest.raises(InvalidArgumentError) as caught:
+        cki.fused_attention(x, w, w, w, w, num_heads=number, head_dim=8)
+    assert any(problem.startswith("num_heads is ") for problem in caught.value.problems)
+    assert any(problem.endswith("not an integer of 64 bits") for problem in caught.value.problems)
+    with (
+        cki.device("sim"),
+        pytest.raises(InvalidArgumentError, match="not a finite number of fp32|of 64 bits"),
+    ):
+        cki.layer_norm(x, eps=number * 10**40)
+    with cki.device("sim"), pytest.raises(InvalidArgumentError, match="num_heads is 65537"):
+        cki.fused_attention(x, w, w, w, w, num_heads=65537, head_dim=8)
+
+
 @pytest.mark.parametrize("factor", [5e-324, -1e-46, 1e-39, np.float64(1.17e-38)])
 def test_number_that_is_almost_nothing(factor: float) -> None:
     """A kernel would compute with 0, or with few of its bits."""

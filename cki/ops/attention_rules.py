@@ -67,15 +67,13 @@ def check_heads(problem: Problem) -> None:
 
 
 def check_per_head(problem: Problem, name: str) -> None:
-    """sinks or alibi_slopes, where given: f32, one a query head."""
+    """sinks or alibi_slopes, where given: one a query head."""
     tensor = problem.get(name)
     if tensor is None:
         return
     heads = problem["q"].shape[-2]
     if tensor.shape != (heads,):
         problem.reject(f"{name} has shape {tensor.shape}, q has {heads} heads", f"{name} of shape ({heads},)")
-    if tensor.dtype != dtypes.f32:
-        problem.reject_type(f"{name} has dtype {tensor.dtype}", f"{name} of dtype f32")
 
 
 def check_scale(problem: Problem) -> None:
@@ -96,7 +94,9 @@ def check_softcap(problem: Problem) -> None:
 
 
 def check_attributes(problem: Problem) -> None:
-    """causal_alignment, window and softcap."""
+    """causal_alignment, window and softcap, and what else needs no shapes."""
+    problem.require_dtypes((dtypes.f32,), "f32", "sinks", "alibi_slopes")
+    check_dropout(problem)
     alignment, window = problem.attribute("causal_alignment"), problem.attribute("window")
     if alignment not in _ALIGNMENTS:
         problem.reject(f"causal_alignment is {alignment!r}", 'causal_alignment "bottom_right" or "top_left"')
@@ -125,7 +125,7 @@ def _check_lengths(problem: Problem) -> None:
         )
 
 
-def _check_broadcast(problem: Problem, name: str, allowed: tuple[DType, ...]) -> None:
+def _check_broadcast(problem: Problem, name: str) -> None:
     tensor = problem.get(name)
     if tensor is None:
         return
@@ -137,14 +137,13 @@ def _check_broadcast(problem: Problem, name: str, allowed: tuple[DType, ...]) ->
             f"{name} has shape {tensor.shape}, which does not broadcast to {full}",
             f"{name} broadcastable to [batch, heads, queries, keys]",
         )
-    if tensor.dtype not in allowed:
-        names = " or ".join(str(t) for t in allowed)
-        problem.reject_type(f"{name} has dtype {tensor.dtype}", f"{name} of dtype {names}")
 
 
 def check_attention(problem: Problem) -> None:
     """Rules of `attention`."""
     check_attributes(problem)
+    problem.require_dtypes(FLOATS, "f32, f16 or bf16", "bias")
+    problem.require_dtypes((dtypes.bool_, dtypes.u8), "bool or u8", "mask")
     check_descales(problem, problem["k"].shape[0] if problem["k"].ndim else 0)
     types = CODES if is_e4m3_call(problem) else FLOATS
     if not check_tensors(
@@ -153,8 +152,7 @@ def check_attention(problem: Problem) -> None:
         return
     _check_lengths(problem)
     check_heads(problem)
-    _check_broadcast(problem, "bias", FLOATS)
-    _check_broadcast(problem, "mask", (dtypes.bool_, dtypes.u8))
+    _check_broadcast(problem, "bias")
+    _check_broadcast(problem, "mask")
     check_per_head(problem, "sinks")
     check_per_head(problem, "alibi_slopes")
-    check_dropout(problem)

@@ -178,6 +178,9 @@ def attribute_values(spec: OpSpec, attributes: Sequence[Any]) -> tuple[dict[str,
             wrong_types.append(
                 f"{name} is {_shown(given)} of type {type(given).__name__}, not {kind.__name__}"
             )
+        elif kind is int and value is not None and not -(2**63) <= value < 2**63:
+            value = attribute.default
+            wrong_values.append(f"{name} is {_shown(given)}, not an integer of 64 bits")
         elif kind is float and value is not None and not -LARGEST_F32 <= value <= LARGEST_F32:
             value = attribute.default
             wrong_values.append(f"{name} is {_shown(given)}, not a finite number of fp32")
@@ -206,7 +209,10 @@ def _of_type(attribute: Attribute, given: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = f"an integer of {value.bit_length()} bits"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -231,6 +231,7 @@ def _check_pool(problem: Problem) -> None:
         problem.reject_type(f"x is {x.dtype}", f"x of {_FLOAT_NAMES}")
     if x.ndim != 3 or x.shape[-1] == 0:
         problem.reject(f"x has shape {x.shape}", "x of shape [batch, seq, width], width at least 1")
+        problem.require_dtypes(_MASKS, "bool, uint8, int8, int32 or int64", "mask")
         return
     allowed: tuple[DType, ...]
     if mask.shape == x.shape[:1]:
@@ -242,6 +243,7 @@ def _check_pool(problem: Problem) -> None:
             f"mask has shape {mask.shape}, x has shape {x.shape}",
             f"a mask of shape {x.shape[:2]} or lengths of shape {x.shape[:1]}",
         )
+        problem.require_dtypes(_MASKS, "bool, uint8, int8, int32 or int64", "mask")
         return
     if mask.dtype not in allowed:
         problem.reject_type(f"mask of shape {mask.shape} is {mask.dtype}", names)

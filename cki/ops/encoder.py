@@ -166,8 +166,8 @@ def _check_heads(problem: Problem) -> tuple[int, int, int] | None:
     if _UNREADABLE in (heads, head_dim):
         return None
     before = len(problem.violations)
-    if heads < 1:
-        problem.reject(f"num_heads is {heads}", "num_heads of 1 or more")
+    if not 1 <= heads <= 2**16:
+        problem.reject(f"num_heads is {heads}", "num_heads of 1 to 65536")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         problem.reject(f"head_dim is {head_dim}", f"a head_dim of 1 to {MAX_HEAD_DIM}")
     if kv_heads is None:
@@ -185,8 +185,6 @@ def _check_mask(problem: Problem, heads: int) -> None:
         return
     batch, seq, _ = x.shape
     full = {2: (batch, seq), 3: (batch, seq, seq), 4: (batch, heads, seq, seq)}.get(mask.ndim)
-    if mask.dtype not in (dtypes.bool_, dtypes.u8):
-        problem.reject_type(f"mask is {mask.dtype}", "mask of bool or u8")
     if full is None or any(have not in (1, want) for have, want in zip(mask.shape, full)):
         problem.reject(
             f"mask has shape {mask.shape}, x has shape {x.shape}",
@@ -237,8 +235,8 @@ def _check_sequences(problem: Problem) -> None:
         problem.reject("mask and cu_seqlens are both given", "one of the two")
 
 
-def _check_block(problem: Problem, gamma: str, beta: str, layout: str) -> bool:
-    """The rules of an attention block; whether x's hidden size is known."""
+def _check_block(problem: Problem, gamma: str, beta: str, layout: str) -> int:
+    """The rules of an attention block; returns x's hidden size, -1 where it is not known."""
     x = problem["x"]
     if x.dtype not in _FLOATS:
         problem.reject_type(f"x is {x.dtype}", "x of f32, f16 or bf16")
@@ -250,18 +248,23 @@ def _check_block(problem: Problem, gamma: str, beta: str, layout: str) -> bool:
     axes = "batch, seq, hidden" if problem.get("cu_seqlens") is None else "tokens, hidden"
     if x.ndim != axes.count(",") + 1 or x.shape[-1] < 1:
         problem.reject(f"x has shape {x.shape}", f"x of shape [{axes}], hidden 1 or more")
-        return False
-    hidden = x.shape[-1]
-    if x.shape[-2] >= 2**29:
+    elif x.shape[-2] >= 2**29:
         problem.reject(f"x has shape {x.shape}", "fewer than 2**29 tokens a sequence")
+    hidden = x.shape[-1] if x.ndim and x.shape[-1] else -1
+    q_columns, kv_columns = (-1, -1) if counts is None else (counts[0] * counts[2], counts[1] * counts[2])
+    _check_projections(problem, hidden, q_columns, kv_columns, layout)
+    problem.require_dtypes((dtypes.bool_, dtypes.u8), "bool or u8", "mask")
     if counts is not None:
-        heads, kv_heads, head_dim = counts
-        _check_projections(problem, hidden, heads * head_dim, kv_heads * head_dim, layout)
-        _check_mask(problem, heads)
-    for name in (gamma, beta):
+        _check_mask(problem, counts[0])
+    check_vectors(problem, (gamma, beta), hidden, x)
+    return hidden
+
+
+def check_vectors(problem: Problem, names: tuple[str, ...], hidden: int, x: Operand) -> None:
+    """Of those that are given; -1: any extent."""
+    for name in names:
         if problem.get(name) is not None:
-            check_vector(problem, name, hidden, x)
-    return True
+            check_vector(problem, name, hidden if hidden > 0 else None, x)
 
 
 def _check_fused_attention(problem: Problem) -> None:
@@ -273,15 +276,12 @@ def _check_encoder_layer(problem: Problem) -> None:
         known = ", ".join(repr(name) for name in ACTIVATIONS if name) + " or None"
         problem.reject(f"activation is {problem.attribute('activation')!r}", f"activation {known}")
     layout = _layout(problem)
-    if not _check_block(problem, "attention_gamma", "attention_beta", layout):
-        return
+    hidden = _check_block(problem, "attention_gamma", "attention_beta", layout)
     x, w1 = problem["x"], problem["w1"]
-    check_linear(problem, x.shape[-1], -1, ("x", "w1", "b1"), layout)
+    check_linear(problem, hidden, -1, ("x", "w1", "b1"), layout)
     inner = w1.shape[1 if layout == "in_out" else 0] if w1.ndim == 2 else -1
-    check_linear(problem, inner, x.shape[-1], ("x", "w2", "b2"), layout)
-    for name in ("output_gamma", "output_beta"):
-        if problem.get(name) is not None:
-            check_vector(problem, name, x.shape[-1], x)
+    check_linear(problem, inner, hidden, ("x", "w2", "b2"), layout)
+    check_vectors(problem, ("output_gamma", "output_beta"), hidden, x)
     if problem.attribute("folded"):
         _check_folded(problem)
 

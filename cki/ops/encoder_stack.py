@@ -17,11 +17,12 @@ from typing import Any
 from cki.device import DeviceInfo
 from cki.operand import Operand
 from cki.ops.call import call
-from cki.ops.encoder import ENCODER_LAYER, as_batch, layer_blocks, validate_sequences
+from cki.ops.encoder import ENCODER_LAYER, as_batch, check_vectors, layer_blocks, validate_sequences
 from cki.ops.encoder_blocks import tile_length
 from cki.ops.encoder_layers import plan_stack
-from cki.ops.linear import Activation, WeightLayout, check_vector
+from cki.ops.linear import Activation, WeightLayout
 from cki.ops.norm import plan_layer_norm
+from cki.ops.pointwise_rules import check_floats
 from cki.ops.spec import Input, OpSpec, OutputSpec, Problem
 from cki.plan import Plan
 
@@ -100,7 +101,10 @@ def _check(problem: Problem) -> None:
             )
     if not flat and not 1 <= layers <= _MAX_LAYERS:
         problem.reject(f"wq has shape {stacked['wq'].shape}: {layers} layers", f"1 to {_MAX_LAYERS} layers")
-    if problem.violations:
+    x = problem["x"]
+    check_vectors(problem, ("final_gamma", "final_beta"), x.shape[-1] if x.ndim > 1 else -1, x)
+    if flat or not layers:
+        check_floats(problem, "x")
         return
     layer = _layer(problem, 0)
     ENCODER_LAYER.check(layer)
@@ -108,10 +112,6 @@ def _check(problem: Problem) -> None:
         problem.reject(f"of a layer: {violation}" if violation.startswith(tuple(stacked)) else violation)
     problem.hints.extend(layer.hints)
     problem.has_wrong_type |= layer.has_wrong_type
-    x = problem["x"]
-    for name in ("final_gamma", "final_beta"):
-        if problem.get(name) is not None and x.ndim > 1:
-            check_vector(problem, name, x.shape[-1], x)
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:

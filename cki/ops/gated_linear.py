@@ -85,6 +85,7 @@ def _check(problem: Problem) -> None:
         )
     if x.ndim == 0:
         problem.reject("x has no axis to multiply (shape ())", "x of shape [..., K]")
+        check_linear(problem, -1, -1, weight_layout=weight_layout)
         return
     check_linear(problem, x.shape[-1], -1, weight_layout=weight_layout)
     w = problem["w"]

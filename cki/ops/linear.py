@@ -281,6 +281,8 @@ def check_linear(
             f"{w_name} has shape {w.shape}, {x_name} has shape {x.shape}",
             f"{w_name} of shape ({shape[0]}, {shape[1]})",
         )
+        if bias is not None:
+            check_vector(problem, bias_name, None, x)
         return
     if max(w.shape) > MAX_EXTENT:
         problem.reject(f"{w_name} has shape {w.shape}", f"axes of at most {MAX_EXTENT}")
@@ -288,13 +290,13 @@ def check_linear(
         check_vector(problem, bias_name, w.shape[axes.index("N")], x)
 
 
-def check_vector(problem: Problem, name: str, extent: int, x: Operand) -> None:
-    """Note what is wrong with a vector of that extent, of f32 or x's type."""
+def check_vector(problem: Problem, name: str, extent: int | None, x: Operand) -> None:
+    """Note what is wrong with a vector of that extent (None: not known), of f32 or x's type."""
     vector = problem[name]
     if vector.dtype not in (dtypes.f32, x.dtype):
         types = "f32" if x.dtype == dtypes.f32 else f"f32 or {x.dtype}"
         problem.reject_type(f"{name} is {vector.dtype}", f"{name} of {types}")
-    if vector.shape != (extent,):
+    if extent is not None and vector.shape != (extent,):
         problem.reject(f"{name} has shape {vector.shape}", f"{name} of shape ({extent},)")
 
 
@@ -316,6 +318,7 @@ def _check(problem: Problem) -> None:
         problem.reject(f"activation is {problem.attribute('activation')!r}", f"activation {known}")
     if x.ndim == 0:
         problem.reject("x has no axis to multiply (shape ())", "x of shape [..., K]")
+        check_linear(problem, -1, -1, weight_layout=layout)
         return
     if x.shape[-1] > MAX_EXTENT:
         problem.reject(f"x has shape {x.shape}", f"a last axis of at most {MAX_EXTENT}")

@@ -148,33 +148,38 @@ def fp8_kernel(
 
 def _check(problem: Problem) -> None:
     x, w, x_scale, w_scale = (problem[name] for name in ("x", "w", "x_scale", "w_scale"))
-    for name in ("x", "w"):
-        if problem[name].dtype not in _CODES:
-            problem.reject_type(f"{name} is {problem[name].dtype}", f"{name} of e4m3, or uint8 with its bits")
-    for name in ("x_scale", "w_scale"):
-        if problem[name].dtype != dtypes.f32:
-            problem.reject_type(f"{name} is {problem[name].dtype}", f"{name} of f32")
+    problem.require_dtypes(_CODES, "e4m3, or uint8 with its bits", "x", "w")
+    problem.require_dtypes((dtypes.f32,), "f32", "x_scale", "w_scale")
+    columns = w.shape[0] if w.ndim == 2 else None
+    if problem.get("bias") is not None:
+        out = OUT_DTYPES.get(problem.attribute("out_dtype"), dtypes.bf16)
+        check_vector(problem, "bias", columns, Operand("out", (), (), out))
     if problem.attribute("out_dtype") not in OUT_DTYPES:
         problem.reject(f"out_dtype is {problem.attribute('out_dtype')!r}", 'out_dtype "bf16" or "f16"')
     if x.ndim == 0 or w.ndim != 2 or w.shape[1] != x.shape[-1]:
         problem.reject(
             f"x has shape {x.shape}, w has shape {w.shape}", "x of shape [..., K], w of shape [N, K]"
         )
+        if x_scale.ndim != x.ndim or not x_scale.ndim:
+            problem.reject(
+                f"x_scale has shape {x_scale.shape}", "x_scale of shape [..., 1] or one a block of 128"
+            )
+        if w_scale.ndim != 2:
+            problem.reject(
+                f"w_scale has shape {w_scale.shape}", "w_scale of shape (1, 1) or one a block of 128 x 128"
+            )
         return
     blocks, w_blocks = -(-x.shape[-1] // BLOCK), -(-w.shape[0] // BLOCK)
     if x_scale.shape not in ((*x.shape[:-1], blocks), (*x.shape[:-1], 1)):
         problem.reject(
             f"x_scale has shape {x_scale.shape}, x has shape {x.shape}",
-            f"x_scale of shape {(*x.shape[:-1], blocks)} or {(*x.shape[:-1], 1)}",
+            " or ".join(dict.fromkeys(f"x_scale of shape {(*x.shape[:-1], n)}" for n in (blocks, 1))),
         )
     if w_scale.shape not in ((w_blocks, blocks), (1, 1)):
         problem.reject(
             f"w_scale has shape {w_scale.shape}, w has shape {w.shape}",
-            f"w_scale of shape {(w_blocks, blocks)} or (1, 1)",
+            " or ".join(dict.fromkeys(f"w_scale of shape {shape}" for shape in ((w_blocks, blocks), (1, 1)))),
         )
-    if problem.get("bias") is not None:
-        out = OUT_DTYPES.get(problem.attribute("out_dtype"), dtypes.bf16)
-        check_vector(problem, "bias", w.shape[0], Operand("out", (), (), out))
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:

@@ -131,13 +131,15 @@ def _check_rows(problem: Problem, k_name: str, v_name: str) -> None:
 
 def _check_index(problem: Problem, name: str, shape: tuple[int, ...]) -> None:
     index = problem[name]
-    if index.dtype not in _INDICES:
-        problem.reject_type(f"{name} is {index.dtype}", f"{name} of int32 or int64")
     if index.shape != shape:
         problem.reject(f"{name} has shape {index.shape}", f"{name} of shape {shape}")
 
 
 def _check_options(problem: Problem) -> None:
+    """What needs no shape of q."""
+    problem.require_dtypes(_INDICES, "int32 or int64", "block_table", "seq_lens", "cu_seqlens_k")
+    problem.require_dtypes((dtypes.f32,), "f32", "sinks", "alibi_slopes")
+    problem.require_dtypes((dtypes.u32, dtypes.i32), "u32 or i32", "counters")
     window = problem.attribute("window")
     if len(window) != 2 or not all(
         isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window
@@ -149,6 +151,10 @@ def _check_options(problem: Problem) -> None:
         problem.reject(f"window is {window!r}", "a window below 2**30")
     check_scale(problem)
     check_softcap(problem)
+
+
+def _check_per_head(problem: Problem) -> None:
+    """Sinks and slopes, and counters of a call."""
     q = problem["q"]
     for name in ("sinks", "alibi_slopes"):
         tensor = problem.get(name)
@@ -159,13 +165,9 @@ def _check_options(problem: Problem) -> None:
                 f"{name} has shape {tensor.shape}, q has {q.shape[2]} heads",
                 f"{name} of shape {q.shape[2:3]}",
             )
-        if tensor.dtype != dtypes.f32:
-            problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of f32")
     counters = problem.get("counters")
     if counters is None:
         return
-    if counters.dtype not in (dtypes.u32, dtypes.i32):
-        problem.reject_type(f"counters is {counters.dtype}", "counters of u32 or i32")
     if not counters.is_contiguous():
         problem.reject(f"counters has strides {counters.strides}", "dense counters")
     if counters.size < counters_needed(q):
@@ -175,6 +177,8 @@ def _check_options(problem: Problem) -> None:
 def check_paged(problem: Problem) -> None:
     """Rules of `paged_attention`."""
     q, table = problem["q"], problem["block_table"]
+    _check_options(problem)
+    problem.require_dtypes(CACHE_DTYPES, "f32, f16, bf16 or e4m3", "k_cache", "v_cache")
     if not _check_queries(problem, "k_cache"):
         return
     if problem["k_cache"].ndim == 4 == problem["v_cache"].ndim:
@@ -189,14 +193,16 @@ def check_paged(problem: Problem) -> None:
     else:
         _check_index(problem, "block_table", (q.shape[0], table.shape[1]))
     _check_index(problem, "seq_lens", q.shape[:1])
-    _check_options(problem)
+    _check_per_head(problem)
 
 
 def check_decode(problem: Problem) -> None:
     """Rules of `decode_attention`."""
     q, k, v = problem["q"], problem["k"], problem["v"]
-    if not _check_queries(problem, "k"):
-        return
+    _check_options(problem)
+    problem.require_dtypes(CACHE_DTYPES, "f32, f16, bf16 or e4m3", "k", "v")
+    problem.require_dtypes((dtypes.f32,), "f32", "k_scale", "v_scale")
+    ranked = _check_queries(problem, "k")
     lengths, offsets = problem.get("seq_lens"), problem.get("cu_seqlens_k")
     if (lengths is None) == (offsets is None):
         problem.reject(
@@ -208,10 +214,10 @@ def check_decode(problem: Problem) -> None:
     form = "[batch, capacity, kv_heads, head_dim]" if axes == 4 else "[tokens, kv_heads, head_dim]"
     for name, tensor in (("k", k), ("v", v)):
         if tensor.ndim != axes:
+            ranked = False
             problem.reject(f"{name} has shape {tensor.shape}", f"{name} of shape {form}")
-            return
-        if tensor.dtype not in CACHE_DTYPES:
-            problem.reject_type(f"{name} is {tensor.dtype}", "k and v of f32, f16, bf16 or e4m3")
+    if not ranked:
+        return
     if k.dtype != v.dtype:
         problem.reject_type(f"k is {k.dtype}, v is {v.dtype}", "k and v of one dtype")
     if k.shape[:-1] != v.shape[:-1]:
@@ -234,10 +240,8 @@ def check_decode(problem: Problem) -> None:
     for name, scale in zip(("k_scale", "v_scale"), scales):
         if scale is None:
             continue
-        if scale.dtype != dtypes.f32:
-            problem.reject_type(f"{name} is {scale.dtype}", wanted)
         if scale.shape not in (k.shape[:-1], k.shape[-2:-1]) or not scale.is_contiguous():
             problem.reject(f"{name} has shape {scale.shape} and strides {scale.strides}", wanted)
     if scales[0] is not None and scales[1] is not None and scales[0].ndim != scales[1].ndim:
         problem.reject("one of k_scale and v_scale is of tokens, the other of heads", wanted)
-    _check_options(problem)
+    _check_per_head(problem)

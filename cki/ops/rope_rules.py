@@ -7,7 +7,7 @@ from typing import Any
 
 from cki import dtypes
 from cki.errors import InvalidArgumentError
-from cki.ops.cache_arguments import check_cache
+from cki.ops.cache_arguments import CACHE_DTYPES, check_cache
 from cki.ops.spec import Problem
 from cki.ops.validate import host_values, reads_values, shape_of
 
@@ -69,8 +69,6 @@ def _check_index(problem: Problem, name: str, tokens: int) -> None:
     index = problem.get(name)
     if index is None:
         return
-    if index.dtype not in _INDICES:
-        problem.reject_type(f"{name} is {index.dtype}", f"{name} of int32 or int64")
     if index.shape != (tokens,):
         problem.reject(f"{name} has shape {index.shape}", f"{name} of shape ({tokens},)")
 
@@ -92,8 +90,6 @@ def _check_rotation(problem: Problem, head_dim: int, base_name: str) -> None:
         problem.reject(f"{base_name} is {base}", f"{base_name} above 0")
     if table is None:
         return
-    if table.dtype != dtypes.f32:
-        problem.reject_type(f"cos_sin is {table.dtype}", "cos_sin of f32")
     if table.ndim != 2 or table.shape[1] != turned or (turned > 1 and table.strides[1] != 1):
         problem.reject(
             f"cos_sin has shape {table.shape} and strides {table.strides}",
@@ -106,8 +102,6 @@ def _check_norm_weights(problem: Problem, head_dim: int) -> None:
     for name, weight in weights.items():
         if weight is None:
             continue
-        if weight.dtype not in _FLOATS:
-            problem.reject_type(f"{name} is {weight.dtype}", f"{name} of f32, f16 or bf16")
         if weight.shape != (head_dim,):
             problem.reject(f"{name} has shape {weight.shape}", f"{name} of shape ({head_dim},)")
     found = {weight.dtype for weight in weights.values() if weight is not None}
@@ -121,8 +115,17 @@ def _check_norm_weights(problem: Problem, head_dim: int) -> None:
         problem.reject(f"norm_eps is {problem.attribute('norm_eps')}", "norm_eps of 0 or more")
 
 
+def _check_types(problem: Problem) -> None:
+    """Of all but the heads, whose shapes decide whether the rest can be compared at all."""
+    problem.require_dtypes(_INDICES, "int32 or int64", "slot_mapping", "positions")
+    problem.require_dtypes((dtypes.f32,), "f32", "cos_sin", "k_scale", "v_scale")
+    problem.require_dtypes(CACHE_DTYPES, "f32, f16, bf16 or e4m3", "k_cache", "v_cache")
+    problem.require_dtypes(_FLOATS, "f32, f16 or bf16", "q_norm_weight", "k_norm_weight")
+
+
 def check_append(problem: Problem) -> None:
     """Rules of `append_kv`."""
+    _check_types(problem)
     k, v, q = problem["k"], problem["v"], problem.get("q")
     if not all([_check_heads(problem, "k"), _check_heads(problem, "v"), _check_heads(problem, "q")]):
         return
@@ -155,6 +158,7 @@ def check_append(problem: Problem) -> None:
 
 def check_apply(problem: Problem) -> None:
     """Rules of `apply_rope`."""
+    _check_types(problem)
     if not _check_heads(problem, "x"):
         return
     x = problem["x"]

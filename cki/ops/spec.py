@@ -80,6 +80,8 @@ class Problem:
 
     def reject(self, violation: str, hint: str = "") -> None:
         """Note one violated rule: `reject("weight has shape (3,), x's last axis is 4", "weight of shape (4,)")`."""
+        if violation in self.violations:
+            return
         self.violations.append(violation)
         if hint and hint not in self.hints:
             self.hints.append(hint)
@@ -88,6 +90,16 @@ class Problem:
         """Note a wrong dtype: `reject_type("x is i32", "x of f32")`.  The call ends in an InvalidTypeError."""
         self.reject(violation, hint)
         self.has_wrong_type = True
+
+    def require_dtypes(self, allowed: tuple[DType, ...], wanted: str, *names: str) -> None:
+        """Note each of those tensors, where given, that is of another dtype: needs no shape, so it comes before them.
+
+        wanted: "int32 or int64".
+        """
+        for name in names:
+            operand = self.get(name)
+            if operand is not None and operand.dtype not in allowed:
+                self.reject_type(f"{name} is {operand.dtype}", f"{name} of {wanted}")
 
     def refusal(self, summary: str) -> InvalidTypeError | InvalidArgumentError:
         """The error that names all violations."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from cki import dtypes
 from cki.errors import InvalidArgumentError
-from cki.ops.attention_dropout import check_dropout
 from cki.ops.attention_e4m3 import CODES, check_descales, is_e4m3_call
 from cki.ops.attention_rules import FLOATS, check_attributes, check_heads, check_per_head, check_tensors
 from cki.ops.spec import Problem
@@ -23,8 +22,6 @@ _BLOCKS = "blocks, block_size, kv_heads, head_dim"
 def _check_index(problem: Problem, name: str, shape: tuple[int, ...]) -> None:
     """One tensor of offsets, lengths or blocks."""
     index = problem[name]
-    if index.dtype not in _INDICES:
-        problem.reject_type(f"{name} has dtype {index.dtype}", f"{name} of dtype int32 or int64")
     if index.shape != shape:
         problem.reject(f"{name} has shape {index.shape}", f"{name} of shape {shape}")
 
@@ -76,6 +73,9 @@ def _check_paged_keys(problem: Problem, batch: int) -> None:
 def check_varlen(problem: Problem) -> None:
     """Rules of `varlen_attention`."""
     check_attributes(problem)
+    problem.require_dtypes(
+        _INDICES, "int32 or int64", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seq_lens"
+    )
     for name in ("max_seqlen_q", "max_seqlen_k"):
         longest = problem.attribute(name)
         if longest is not None and longest < 0:
@@ -98,7 +98,6 @@ def check_varlen(problem: Problem) -> None:
     check_heads(problem)
     check_per_head(problem, "sinks")
     check_per_head(problem, "alibi_slopes")
-    check_dropout(problem)
 
 
 def _offset_problems(name: str, offsets: np.ndarray[Any, Any], total: int, longest: Any) -> list[str]:

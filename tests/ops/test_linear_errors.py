@@ -128,7 +128,7 @@ BLOCK_CASES = [
     ({"num_kv_heads": 2}, "wk has shape (12, 12)", "wk of shape (12, 6)"),
     ({"num_kv_heads": 3}, "num_kv_heads is 3, num_heads is 4", "num_kv_heads that divides num_heads"),
     ({"num_kv_heads": 0}, "num_kv_heads is 0", "num_kv_heads that divides num_heads"),
-    ({"num_heads": 0}, "num_heads is 0", "num_heads of 1 or more"),
+    ({"num_heads": 0}, "num_heads is 0", "num_heads of 1 to 65536"),
     ({"num_heads": None}, "num_heads is None of type NoneType, not int", ""),
     ({"head_dim": 300}, "head_dim is 300", "a head_dim of 1 to 256"),
     ({"gamma": np.ones(11, np.float32)}, "gamma has shape (11,)", "gamma of shape (12,)"),
