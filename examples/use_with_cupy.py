@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import cupy
+import sys
+
+try:
+    import cupy
+except ImportError:
+    sys.exit("this example needs CuPy: pip install '.[cuda13]'; use_with_numpy.py runs without")
 
 import cki
 
 
 def main() -> None:
+    if not cupy.cuda.is_available():
+        sys.exit("this example needs a CUDA GPU; use_with_numpy.py runs without")
     x = cupy.random.standard_normal((16, 512, 1024), dtype=cupy.float32).astype(cupy.float16)
     gamma, beta = cupy.ones(1024, cupy.float16), cupy.zeros(1024, cupy.float16)
 

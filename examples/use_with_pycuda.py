@@ -6,9 +6,15 @@ that is named, else on CuPy's current one.  PyCUDA works in the primary context,
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
-import pycuda.driver as cuda
-from pycuda import gpuarray
+
+try:
+    import pycuda.driver as cuda
+    from pycuda import gpuarray
+except ImportError:
+    sys.exit("this example needs PyCUDA (pip install pycuda, with CUDA's nvcc) and a GPU")
 
 import cki
 
@@ -19,7 +25,10 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    cuda.init()
+    try:
+        cuda.init()
+    except cuda.Error as error:
+        sys.exit(f"this example needs a CUDA GPU: {error}")
     context = cuda.Device(0).retain_primary_context()
     context.push()
     try:

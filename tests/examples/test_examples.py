@@ -60,6 +60,20 @@ def test_example(path, kind, tmp_path):
         assert difference <= BOUNDS.get(path.stem, 1e-4), done.stdout
 
 
+@pytest.mark.parametrize("name", sorted(GPU_ONLY))
+def test_what_a_gpu_example_lacks_is_said_in_a_line(name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("this example needs ") and done.stderr.count("\n") == 1
+
+
 def test_each_framework_has_an_example():
     names = {path.stem.removeprefix("use_with_") for path in EXAMPLES}
     assert {"numpy", "cupy", "pycuda", "torch", "transformers", "tensorflow", "jax"} <= names
