@@ -30,17 +30,18 @@ def test_the_gate_of_the_load_tells_wrong_steps(script, monkeypatch):
 def test_texts_may_differ_by_near_ties_alone(script):
     texts = script("engine_texts")
     assert len(set(texts.PROMPTS)) == 16
-    logits = np.array([[40.0, 39.8, 39.7], [8.0, 1.0, 7.9]])
-    assert texts.first_difference([0, 0], [0, 0], logits, "bf16") is None
-    near, far, later = (
-        texts.first_difference(tokens, [0, 0], logits, "bf16") for tokens in ([1, 0], [2, 1], [0, 2])
-    )
-    assert (near.place, near.step, later.place, later.step) == (0, 0.25, 1, 0.0625)
-    assert near.gap <= near.step
-    assert far.gap > far.step
-    assert later.gap > later.step
-    assert texts.first_difference([1, 0], [0, 0], logits, "f32").step == 0
-    assert texts.step_at(31.9, "f16") == 2.0**-6
+    logits = np.array([[40.0, 39.8, 39.7, -50.0], [8.0, 1.0, 7.9, -50.0]])
+    assert texts.first_difference([0, 0], [0, 0], logits) is None
+    near, later = (texts.first_difference(tokens, [0, 0], logits) for tokens in ([1, 0], [0, 2]))
+    assert (near.place, later.place) == (0, 1)
+    assert abs(near.gap - 0.2) < 1e-9
+    assert abs(later.gap - 0.1) < 1e-9
+    off = np.array([0.125, -0.0625, 0.0, 0.0])
+    assert texts.allowed_gap(logits[0], logits[0] + off) == 0.25
+    # What an unlikely token's logit is off says nothing.
+    many = np.concatenate([logits[0, :1], np.full(30, 1.0), [-50.0]])
+    assert texts.allowed_gap(many, many + np.eye(32)[31]) == 0
+    assert "(0.0000 allowed)" in texts.describe(near)
 
 
 @pytest.mark.parametrize(("qk_norm", "fp8"), [(False, False), (True, True)])
