@@ -11,6 +11,14 @@ from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.memory.views import CacheTensor
 
 
+def immutable_output(name: str, tensor: str) -> str:
+    """Why a tensor of such a framework is no output.  tensor: "JAX array"."""
+    return (
+        f"{name} is a {tensor}, which is immutable; leave {name}= out and use what is returned (a kernel of your own "
+        "returns it as cki.load(...).operation(rule))"
+    )
+
+
 def framework_tensors(
     operation: str, value: Any, convert: Callable[[Any], Any], tensors: str, hint: str
 ) -> Any:

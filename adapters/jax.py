@@ -30,7 +30,7 @@ from cki import capture_state, dtypes
 from cki.adapter import Adapter, IndirectAdapter, require_valid, type_name
 from cki.adapters import jax_ffi, known_operations
 from cki.adapters.gradient import require_bool
-from cki.adapters.immutable import framework_tensors
+from cki.adapters.immutable import framework_tensors, immutable_output
 from cki.adapters.jax_attention import dot_product_attention as dot_product_attention
 from cki.adapters.jax_ffi import register as register
 from cki.adapters.numpy import aligned_empty
@@ -79,9 +79,7 @@ class JaxAdapter(IndirectAdapter):
 
     def check(self, tensor: Any, name: str = "tensor", output: bool = False) -> list[str]:
         if output:
-            return [
-                f"{name} is a JAX array, which is immutable; leave {name}= out and use the returned array"
-            ]
+            return [immutable_output(name, "JAX array")]
         if isinstance(tensor, jax.core.Tracer):
             return [
                 f"{name} is a JAX tracer ({type_name(type(tensor))}), which has no memory; inside jax.jit, jax.vmap "

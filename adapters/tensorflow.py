@@ -28,7 +28,7 @@ from cki import capture_state, dtypes
 from cki.adapter import Adapter, IndirectAdapter, adapter_of, type_name
 from cki.adapters import gradient_tensorflow, tf_eager, tf_graph, tf_ops
 from cki.adapters.gradient import require_bool
-from cki.adapters.immutable import framework_tensors, refuse_in_program
+from cki.adapters.immutable import framework_tensors, immutable_output, refuse_in_program
 from cki.adapters.tf_types import DLPACK_TYPES, FROM_TF, TO_TF, EagerTensor, as_tensor_or_variable
 from cki.dlpack import from_capsule
 from cki.dtypes import DType
@@ -51,9 +51,7 @@ class TensorFlowAdapter(IndirectAdapter):
 
     def check(self, tensor: Any, name: str = "tensor", output: bool = False) -> list[str]:
         if output:
-            return [
-                f"{name} is a TensorFlow tensor, which is immutable; leave {name}= out and use the returned tensor"
-            ]
+            return [immutable_output(name, "TensorFlow tensor")]
         if not tf.executing_eagerly() or not tf_ops.is_eager(as_tensor_or_variable(tensor)):
             return [f"{name}: {_IN_GRAPH[0]}; {_IN_GRAPH[1]}"]
         problems = []
@@ -146,14 +144,23 @@ def _concrete(tensor: Any) -> Any:
     return tensor if isinstance(tensor, EagerTensor) else tensor.value()
 
 
+_DENSE = {
+    tf.SparseTensor: "tf.sparse.to_dense({name})",
+    tf.RaggedTensor: "{name}.to_tensor(), or its .values and .row_splits",
+    tf.IndexedSlices: "tf.convert_to_tensor({name})",
+}
+
+
 def adapter_for(cls: type, name: str) -> Adapter:
     """The adapter for tensors and variables; ragged and sparse tensors are refused."""
     is_variable = issubclass(cls, tf.Variable) or cls.__module__.startswith("keras.")
     if not issubclass(cls, tf.Tensor) and not is_variable:
         raise InvalidTypeError(
             f"{name} is a {type_name(cls)}, not a dense tensor",
-            hint=f"tf.sparse.to_dense({name}) of a sparse tensor; {name}.to_tensor(), or its .values and "
-            ".row_splits, of a ragged one",
+            hint=next(
+                (hint.format(name=name) for kind, hint in _DENSE.items() if issubclass(cls, kind)),
+                "a tf.Tensor, a tf.Variable or a Keras variable",
+            ),
         )
     return _ADAPTER
 

@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
     value: [..., kv_heads, keys, value_dim].  f32, f16 or bf16, all alike; any strides; no or several batch axes, the
         same for all three.
     attn_mask: broadcastable to [..., heads, queries, keys].  bool: True takes part; float: added to the scaled logits.
-    is_causal: query i sees the keys up to i (top left, as torch); not together with attn_mask.
+    is_causal: query i sees the keys up to i (top left, as torch), of those that attn_mask leaves it.
     scale: None is 1/sqrt(head_dim).
     enable_gqa: kv_heads may divide heads; keys and values are not repeated in memory.
     dropout_p: 0.0 alone; this is a library for inference.
@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
     """
     if recompute_gradient is not False:
         require_bool(_OPERATION, recompute_gradient)
-    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    _check(query, key, value, attn_mask, dropout_p, enable_gqa)
     batch = query.shape[:-3]
     bias = mask = None
     if attn_mask is not None:
@@ -93,7 +93,7 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 
 def _check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
-    dropout_p: float, is_causal: bool, enable_gqa: bool,
+    dropout_p: float, enable_gqa: bool,
 ) -> None:  # fmt: skip
     """The rules that `cki.attention` does not know."""
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -112,25 +112,27 @@ def _check(
         raise InvalidTypeError(
             f"{_OPERATION}: attn_mask is {attn_mask.dtype}", hint="attn_mask of bool, f32, f16 or bf16"
         )
-    problems = []
-    if attn_mask is not None and is_causal:
-        problems.append("attn_mask is given and is_causal is True")
+    problems, hints = [], []
     if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
         problems.append(
             f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} axes, not three or more alike"
         )
+        hints.append("[batch, heads, length, dim] for each")
     else:
         if not enable_gqa and query.shape[-3] != key.shape[-3]:
             problems.append(
                 f"query has {query.shape[-3]} heads and key {key.shape[-3]}, but enable_gqa is False"
             )
+            hints.append("enable_gqa=True, for keys and values that several query heads share")
         batches = [tuple(tensor.shape[:-3]) for tensor in (query, key, value)]
         if not batches[0] == batches[1] == batches[2]:
             problems.append("query, key and value have batch axes {}, {} and {}, not alike".format(*batches))
+            hints.append("the same batch axes; tensor.expand(...) repeats one without a copy")
         full = (*query.shape[:-1], key.shape[-2])
         if attn_mask is not None and not _broadcasts(tuple(attn_mask.shape), full):
             problems.append(
                 f"attn_mask has shape {tuple(attn_mask.shape)}, which does not broadcast to {full}"
             )
+            hints.append("attn_mask that broadcasts to [..., heads, queries, keys]")
     if problems:
-        raise InvalidArgumentError(f"{_OPERATION}: invalid arguments", problems)
+        raise InvalidArgumentError(f"{_OPERATION}: invalid arguments", problems, "; ".join(hints))

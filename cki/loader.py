@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -199,16 +200,19 @@ class Kernel:
             if tensor is not None:
                 adapter_of(tensor, name)
         adapter = common_adapter(names, tensors)
-        problems = [
-            problem
-            for parameter, tensor in zip(self.parameters, tensors)
-            if tensor is not None
-            for problem in adapter.check(
-                tensor, parameter.name, parameter.letter == "P" and not parameter.is_const
-            )
-        ]
-        if problems:
-            raise InvalidTypeError(f"{self.spec.entry}: unusable tensors", problems)
+        unreadable: list[str] = []
+        read_only: list[str] = []
+        for parameter, tensor in zip(self.parameters, tensors):
+            if tensor is None:
+                continue
+            found = adapter.check(tensor, parameter.name)
+            unreadable += found
+            if parameter.letter == "P" and not parameter.is_const:
+                written = adapter.check(tensor, parameter.name, True)
+                read_only += [problem for problem in written if problem not in found]
+        if unreadable or read_only:
+            error = InvalidTypeError if unreadable else InvalidArgumentError
+            raise error(f"{self.spec.entry}: unusable tensors", unreadable + read_only)
         if not adapter.direct:
             return adapter, list(adapter.begin(names, tensors, stream))
         return adapter, [None if tensor is None else adapter.view(tensor) for tensor in tensors]
@@ -376,7 +380,7 @@ def _as_file(path_or_text: str | Path) -> Path:
         ) from None
     path = directory / f"{hashlib.sha256(content).hexdigest()[:16]}.cu"
     if not path.is_file() or path.read_text(encoding="utf-8") != path_or_text:
-        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         temporary.write_text(path_or_text, encoding="utf-8")
         os.replace(temporary, path)
     return path

@@ -286,7 +286,7 @@ def test_read_only_array_for_a_written_parameter() -> None:
     y = np.zeros_like(X)
     y.flags.writeable = False
     kernel = cki.load(SCALE, constants={"kBlock": 128})
-    with pytest.raises(InvalidTypeError, match="y is read-only"), cki.device("sim"):
+    with pytest.raises(InvalidArgumentError, match="y is read-only"), cki.device("sim"):
         kernel(8, 128, X, y, 2.5, X.size)
     y.flags.writeable = True
     with cki.device("sim"):

@@ -153,7 +153,7 @@ def test_numpy_arrays_go_by_their_signature() -> None:
             kernel(4, 64, x, y, factor, 200)
             np.testing.assert_array_equal(y, factor * x)
         y.flags.writeable = False
-        with pytest.raises(InvalidTypeError, match="y is read-only"):
+        with pytest.raises(InvalidArgumentError, match="y is read-only"):
             kernel(4, 64, x, y, 2.0, 200)
         assert len(kernel._kinds) == 1 and not kernel._recent
 

@@ -73,6 +73,21 @@ def test_masks_broadcast(place, shape, kind):
     compare(q, k, k, attn_mask=mask > -0.5 if kind == "bool" else mask)
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_and_is_causal_hide_together(place, kind):
+    """As in torch from 2.13 on; earlier ones refuse it."""
+    q, k = normal(2, 4, 6, 16, place=place), normal(2, 4, 9, 16, place=place)
+    mask = normal(6, 9, place=place)
+    mask = mask > -0.5 if kind == "bool" else mask
+    before = torch.ones(6, 9, dtype=torch.bool, device=q.device).tril()
+    both = mask & before if kind == "bool" else mask.masked_fill(~before, -torch.inf)
+    found = scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=both)
+    seen = both.any(-1) if kind == "bool" else torch.ones(6, dtype=torch.bool)
+    torch.testing.assert_close(found[..., seen, :], wanted[..., seen, :], atol=1e-5, rtol=1e-5)
+    assert not found[..., ~seen, :].any()
+
+
 def test_grouped_heads(place):
     q, k = normal(2, 8, 5, 16, place=place), normal(2, 2, 5, 16, place=place)
     compare(q, k, k, enable_gqa=True, is_causal=True)
@@ -137,8 +152,6 @@ def test_refusals():
         scaled_dot_product_attention(q, q, q, dropout_p=0.1)
     with pytest.raises(InvalidArgumentError, match="query has 4 heads and key 2, but enable_gqa is False"):
         scaled_dot_product_attention(q, k, k)
-    with pytest.raises(InvalidArgumentError, match="attn_mask is given and is_causal is True"):
-        scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(6, 6, dtype=torch.bool), is_causal=True)
     with pytest.raises(InvalidArgumentError, match="have 2, 4 and 4 axes"):
         scaled_dot_product_attention(q[0, 0], q, q)
     with pytest.raises(InvalidTypeError, match="value must be of torch"):
