@@ -186,8 +186,8 @@ class TorchAdapter(Adapter):
         elif tensor.layout == torch.strided and tensor.numel() and not _has_memory(tensor):
             problems.append(
                 f"{name} has no memory: its storage was given back, as sharding does between uses, or it belongs to a "
-                "torch.func transform or a trace; the function of cki.adapters.torch with recompute_gradient=True runs under "
-                "torch.vmap and torch.func.grad"
+                "torch.func transform or a trace; the function of cki.adapters.torch with recompute_gradient=True runs "
+                "under torch.vmap and torch.func.grad"
             )
         return problems
 
