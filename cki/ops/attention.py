@@ -25,6 +25,7 @@ from cki.ops.attention_e4m3 import (
     Descales,
     as_e4m3,
     descales_of,
+    plan_codes_to_f16,
     plan_hopper_e4m3,
     preferred_e4m3,
     result_dtype,
@@ -277,7 +278,12 @@ def plan_attention(
         if tiles is not None and dropout is not None:
             tiles = tiles_with_dropout(tiles, padded(value_dim), packed is not None)
     # The generic kernel takes descales of either sign and 0: it multiplies before it looks for the largest.
-    scale_first |= descales is not None and not isinstance(tiles, E4m3Tiles)
+    scale_first |= descales is not None and not isinstance(tiles, HopperTiles)
+    converted: tuple[Step, ...] = ()
+    if descales is not None and isinstance(tiles, HopperTiles) and not isinstance(tiles, E4m3Tiles):
+        if packed is not None and packed.block_table is not None:
+            raise UnsupportedError("attention: codes as f16", ["they lie in a cache"], "the generic kernel")
+        converted, (q, k, v) = plan_codes_to_f16(q, k, v)
     if tiles is None:
         plain = not scale_first and mask is None and window[0] < 0
         # Numbers are drawn in registers, of which two row tiles of heads wider than 64 leave none.
@@ -318,8 +324,11 @@ def plan_attention(
     packing = DENSE_CONSTANTS if packed is None else packed.constants(causal_alignment)
     args += DENSE_ARGUMENTS if packed is None else packed.arguments(k)
     args += NO_DROPOUT if dropout is None else dropout.arguments()
+    of_codes = NO_DESCALES if descales is None else descales.arguments()
     if isinstance(tiles, HopperTiles):
-        return plan_hopper(q, k, v, out, tiles, bias, mask, packed, features | packing, args, device) + merge
+        features |= packing | {"kDescaled": descales is not None}
+        steps = plan_hopper(q, k, v, out, tiles, bias, mask, packed, features, args, of_codes, device)
+        return converted + steps + merge
     if packed is None:
         blocks = -(-rows // tiles.block_rows) * (heads // pack) * batch
     else:
@@ -340,8 +349,7 @@ def plan_attention(
         f"{pack} heads a block, copies of {kernel.constant('kCopyBytes')} bytes"
     )
     smem = tiles.shared_memory(padded(head_dim), padded(value_dim), itemsize, packing["kPaged"])
-    args += NO_DESCALES if descales is None else descales.arguments()
-    return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), args, smem, reason=reason),)
+    return (Step(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), (*args, *of_codes), smem, reason=reason),)
 
 
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:

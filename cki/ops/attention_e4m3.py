@@ -28,8 +28,11 @@ OUT_DTYPES = {"bf16": dtypes.bf16, "f16": dtypes.f16}
 DESCALE_INPUTS = tuple(Input(f"{name}_descale", optional=True) for name in "qkv")
 #: The workspace slot of the turned values.
 VALUES = "attention_turned_values"
+#: Those of q, k and v as f16.
+CONVERTED = tuple(f"attention_{name}_of_codes" for name in "qkv")
 _PARAMS = "TTTP" + "P" * 10 + "q" * 21 + "i" * 9 + "fff" + "i" * 5
 _TURN_PARAMS = "PPPqqqiiiii"
+_CONVERT_PARAMS = "P" * 6 + "q" * 12 + "i" * 7
 _TURN_THREADS, _TURN_COLUMNS = 256, 128
 _ARCH = "sm_90a"
 #: The generic kernel's arguments where nothing is descaled.
@@ -252,6 +255,33 @@ def plan_hopper_e4m3(
     )  # fmt: skip
 
 
+def plan_codes_to_f16(
+    q: Operand, k: Operand, v: Operand
+) -> tuple[tuple[Step, ...], tuple[Operand, Operand, Operand]]:
+    """The launch that writes the codes as f16 to the workspace, and the tensors there: for the 16-bit Hopper kernel."""
+    tensors, slots = (q, k, v), [dense(n, _whole_pieces(t), dtypes.f16) for n, t in zip(CONVERTED, (q, k, v))]
+    is_wide = all(t.strides[3] == 1 and t.shape[3] % 8 == 0 and t.is_aligned(8) for t in tensors)
+    kernel = kernel_spec(
+        "attention/hopper/codes_to_f16.cu", "codes_to_f16", _CONVERT_PARAMS, archs=(_ARCH,), max_registers=64,
+        kWide=is_wide,
+    )  # fmt: skip
+    blocks = -(-max(slot.size for slot in slots) // (8 * _TURN_THREADS))
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads, value_dim = v.shape[1:]
+    sizes = (batch, queries, keys, heads, kv_heads, head_dim, value_dim)
+    step = Step(
+        kernel, (blocks, 3, 1), (_TURN_THREADS, 1, 1), (*tensors, *slots, *q.strides, *k.strides, *v.strides, *sizes),
+        reason="e4m3 as f16",
+    )  # fmt: skip
+    q, k, v = (slot.view(tensor.shape, slot.strides) for tensor, slot in zip(tensors, slots))
+    return (step,), (q, k, v)
+
+
+def _whole_pieces(tensor: Operand) -> tuple[int, ...]:
+    """Its shape with rows of whole pieces of 8 elements."""
+    return (*tensor.shape[:3], -(-tensor.shape[3] // 8) * 8)
+
+
 def column_parts(tensor: Operand) -> list[Operand]:
     """The last axis in as few parts as are promoted, multiples of 16 wide and as even as that allows."""
     count = -(-tensor.shape[3] // PROMOTED_DIM)
@@ -268,11 +298,10 @@ def column_parts(tensor: Operand) -> list[Operand]:
 
 
 def values_workspace(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
-    """The workspace of the turned values, where these steps turn some."""
-    found = [
-        argument.nbytes
-        for step in steps
-        for argument in step.args
-        if isinstance(argument, Operand) and argument.slot == VALUES
-    ]
-    return ((VALUES, max(found)),) if found else ()
+    """The workspace of turned values and of codes as f16, where these steps make some."""
+    needed: dict[str, int] = {}
+    for step in steps:
+        for argument in step.args:
+            if isinstance(argument, Operand) and argument.slot in (VALUES, *CONVERTED):
+                needed[argument.slot] = max(needed.get(argument.slot, 0), argument.nbytes)
+    return tuple(needed.items())

@@ -36,7 +36,7 @@ from cki.ops.packed_sequences import PackedSequences
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
 #: Parameters before and after those that the generic kernel has too.
-_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "f" * 4 + "P" * 3 + "q" * 4 + "i" * 3 + "PPIf" + "i" * 9
+_PARAMS = "TTTP" + "P" * 9 + "q" * 26 + "i" * 9 + "ffffPPPqqqqiiiPPIf" + "i" * 9 + "PPP" + "q" * 6
 _ARCH = "sm_90a"
 #: Keys that one TMA copy brings at least: whole patterns of every swizzle.
 _BOX_KEYS = 16
@@ -180,11 +180,12 @@ def plan_hopper(
     packed: PackedSequences | None,
     features: Mapping[str, Any],
     arguments: tuple[ArgumentValue, ...],
+    descales: tuple[ArgumentValue, ...],
     device: DeviceInfo,
 ) -> tuple[Step, ...]:
     """The launches: a reset of the work counter for the dynamic schedule, and the kernel.
 
-    features, arguments: the constants and arguments that the generic kernel has too.
+    features, arguments, descales: the constants and arguments that the generic kernel has too.
     The dynamic schedule needs the workspace COUNTER.  UnsupportedError names every obstacle.
     """
     obstacles = hopper_obstacles(q, k, v, device, packed)
@@ -255,7 +256,7 @@ def plan_hopper(
     )
     step = Step(
         kernel, (blocks, 1, 1), (tiles.threads, 1, 1),
-        (*maps, counter, *arguments, *order, _batches(k) - 1, _batches(v) - 1, parts, part_keys),
+        (*maps, counter, *arguments, *order, _batches(k) - 1, _batches(v) - 1, parts, part_keys, *descales),
         tiles.shared_memory(key_columns, value_columns, packed is not None), programmatic=is_dynamic,
         reason=f"wgmma and TMA, {tiles}",
     )  # fmt: skip

@@ -18,7 +18,7 @@ from cki.kernel import KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.attention import OPTIONS, PackedSequences, plan_attention
 from cki.ops.attention_dropout import DROPOUT_INPUTS, dropout_of
-from cki.ops.attention_e4m3 import DESCALE_INPUTS, Descales, descales_of, result_dtype
+from cki.ops.attention_e4m3 import DESCALE_INPUTS, Descales, descales_of, result_dtype, values_workspace
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.cache_arguments import imported
 from cki.ops.call import call
@@ -151,7 +151,7 @@ def plan(
         alibi_slopes=problem.get("alibi_slopes"), dropout=dropout_of(problem), descales=descales_of(problem),
         tiles=tiles, **options,
     )  # fmt: skip
-    return Plan(steps, workspace_of(steps))
+    return Plan(steps, (*workspace_of(steps), *values_workspace(steps)))
 
 
 VARLEN_ATTENTION = OpSpec(

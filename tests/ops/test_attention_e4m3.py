@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,7 +17,9 @@ from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.heuristics.attention_e4m3 import E4m3Tiles
 from cki.heuristics.attention_hopper import HopperTiles
 from cki.operand import dense
+from cki.ops import varlen
 from cki.ops.attention import ATTENTION, OPTIONS, plan_attention
+from cki.ops.attention_dropout import dropout_of
 from cki.ops.attention_e4m3 import Descales, descales_of, values_workspace
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.call import call
@@ -30,7 +33,9 @@ from tests.orders import every_check, orders
 #: Two warpgroups that take turns, rings of two stages that are walked through often.
 SMALL = E4m3Tiles(2, 32)
 LAZY = E4m3Tiles(2, 32, lazy=True)
-_specs: dict[E4m3Tiles, Any] = {}
+#: The 16-bit kernel, of codes as f16.
+CONVERTED = HopperTiles(2, 32)
+_specs: dict[E4m3Tiles | HopperTiles, Any] = {}
 
 
 @pytest.fixture(name="device")
@@ -39,16 +44,16 @@ def device_that_holds_e4m3(device):
     return device.holding(E4M3)
 
 
-def spec_of(tiles: E4m3Tiles) -> Any:
+def spec_of(tiles: E4m3Tiles | HopperTiles) -> Any:
     """cki.attention's operation with the Hopper kernel and these tiles, on a device of one SM."""
 
     def plan(problem: Any, outputs: Any, device: Any) -> Plan:
         device = dataclasses.replace(device, sm_count=1)
         options = {n: problem.attribute(n) for n in OPTIONS if n != "deterministic"}
-        tensors = {n: problem.get(n) for n in ("sinks", "alibi_slopes")}
+        tensors = {n: problem.get(n) for n in ("bias", "mask", "sinks", "alibi_slopes")}
         steps = plan_attention(
             problem["q"], problem["k"], problem["v"], outputs["out"], lse=outputs.get("lse"), device=device,
-            tiles=tiles, descales=descales_of(problem), **options, **tensors,
+            tiles=tiles, descales=descales_of(problem), dropout=dropout_of(problem), **options, **tensors,
         )  # fmt: skip
         return Plan(steps, (*workspace_of(steps), *values_workspace(steps)))
 
@@ -146,7 +151,7 @@ def expected(
 
 
 def check(
-    device: Any, case: tuple[dict[str, np.ndarray], dict[str, np.ndarray]], tiles: E4m3Tiles | None = None,
+    device: Any, case: tuple[dict[str, np.ndarray], dict[str, np.ndarray]], tiles: Any = None,
     given: dict[str, Any] | None = None, out_dtype: str = "bf16", wanted: tuple[np.ndarray, ...] = (), **options: Any,
 ) -> np.ndarray:  # fmt: skip
     """Runs e4m3 attention, with tiles the Hopper kernel, and holds out and lse against the bound; returns out.
@@ -272,8 +277,8 @@ def test_only_queries_that_see_a_nan_get_it(device, tiles):
     assert np.max(np.abs(out.astype(np.float64)[finite] - truth[finite])) < 0.1
 
 
-@pytest.mark.parametrize("block_size", [0, 5, 16])
-def test_packed_sequences(device, block_size):
+@pytest.mark.parametrize(("block_size", "tiles"), [(0, None), (5, None), (16, None), (0, CONVERTED)])
+def test_packed_sequences(device, block_size, tiles):
     """Each sequence and KV head has its own descales; in a cache, too.  Rows of no sequence behind the last."""
     queries, keys = (9, 0, 40, 1), (30, 8, 40, 0)
     cases = [codes(n, m, heads=4, kv_heads=2, dim=32, seed=i) for i, (n, m) in enumerate(zip(queries, keys))]
@@ -294,10 +299,11 @@ def test_packed_sequences(device, block_size):
         tensors["seq_lens"] = np.array(keys, np.int32)
         del tensors["cu_seqlens_k"]
     on_device = {n: device.array(t) for n, t in tensors.items()}
-    out, lse = map(
-        device.numpy,
-        cki.varlen_attention(**on_device, causal=True, softcap=20.0, return_lse=True, out_dtype="bf16"),
-    )
+    given = {**on_device, "causal": True, "softcap": 20.0, "return_lse": True, "out_dtype": "bf16"}
+    spec = dataclasses.replace(varlen.VARLEN_ATTENTION, plan=functools.partial(varlen.plan, tiles=tiles))
+    inputs = tuple(given.get(item.name) for item in spec.inputs)
+    attributes = tuple(given.get(item.name, item.default) for item in spec.attributes)
+    out, lse = map(device.numpy, call(spec, inputs, attributes, (None, None)))
     truth, true_lse = reference.varlen_attention(**tensors, causal=True, softcap=20.0, return_lse=True)
     assert out.dtype == BF16
     assert not out[50:].any() and np.isneginf(lse[:, 50:]).all()
@@ -341,6 +347,33 @@ def test_references_that_follow_late_and_early(device):
 def test_rows_of_any_size_take_the_generic_kernel(device, dim):
     """Copies of 1, 2, 4 and 8 bytes."""
     check(device, codes(20, 75, dim=dim), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("dim", "tiles"), [(5, CONVERTED), (64, HopperTiles(2, 32, heads=2, splits=3)), (24, CONVERTED)]
+)
+def test_codes_as_f16(device, dim, tiles):
+    """The 16-bit Hopper kernel, with descales of each batch and KV head."""
+    case = codes(70, 150, heads=4, kv_heads=2, dim=dim, value_dim=40, batch=2, seed=2)
+    sinks = np.array([1.0, -2.0, 0.0, 0.5], np.float32)
+    check(device, case, tiles, causal=True, window=(90, -1), sinks=sinks)
+
+
+@pytest.mark.parametrize("hidden_by", ["mask", "bias"])
+def test_codes_as_f16_with_a_bias_a_mask_and_dropout(device, hidden_by):
+    tensors, descales = codes(70, 100, heads=4, kv_heads=2, batch=2, seed=3)
+    tensors["k"].view(np.uint8)[0, 7] = tensors["v"].view(np.uint8)[0, 7] = 0x7F  # NaN behind a hidden key
+    bias, mask = normal((1, 4, 70, 100), F32, 3), np.ones((2, 1, 1, 100), bool)
+    bias[..., 7], mask[..., 7] = (-np.inf, True) if hidden_by == "bias" else (0.0, False)
+    options = {"bias": bias, "mask": mask, "dropout_p": 0.3}
+    options |= {"dropout_seed": np.array([3]), "dropout_offset": np.array([4])}
+    named = {**tensors, **descales, **options}
+    named = {n: device.array(t) if isinstance(t, np.ndarray) else t for n, t in named.items()}
+    inputs = tuple(named.get(item.name) for item in ATTENTION.inputs)
+    attributes = tuple(named.get(item.name, item.default) for item in ATTENTION.attributes)
+    out = device.numpy(call(spec_of(CONVERTED), inputs, attributes, (None,))).astype(np.float64)
+    truth = reference.attention(**tensors, **descales, **options)
+    assert np.max(np.abs(out - truth)) < 0.006 * np.max(np.abs(truth))
 
 
 def test_bytes_layouts_and_bias_in_the_generic_kernel(device):

@@ -20,8 +20,10 @@
 // Few queries (kPackedHeads > 1): all or some query heads of a KV head are rows of one tile, so keys are read once for them.
 // kSplitKeys: `splits` parts of split_keys keys each are batches of their own, [batch, part], whose results are fp32 and are
 // merged by the launch after this one (kv/merge_states.cu).
-// Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
+// kDescaled: Element f16 holds codes of e4m3, whose descales go into the scale and the end.  Registers a thread: S
+// kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
 #include "attention/hopper/configuration.cuh"
+#include "attention/hopper/descales.cuh"
 #include "attention/hopper/drop_weights.cuh"
 #include "attention/hopper/epilogue.cuh"
 #include "attention/hopper/finish_logits.cuh"
@@ -52,24 +54,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const __grid_constant__ TensorMap v_map, u32* counter,                                   //
     const Element* __restrict__ q, const Element* __restrict__ k, const Element* __restrict__ v, Result* out,
     float* lse, const BiasElement* __restrict__ bias, const u8* __restrict__ mask, const float* __restrict__ sinks,
-    const float* __restrict__ alibi_slopes,             //
-    i64 q_batch, i64 q_sequence, i64 q_head, i64 q_dim,          //
-    i64 k_batch, i64 k_sequence, i64 k_head, i64 k_dim,          //
-    i64 v_batch, i64 v_sequence, i64 v_head, i64 v_dim,          //
-    i64 out_batch, i64 out_sequence, i64 out_head, i64 out_dim,  //
-    i64 bias_batch, i64 bias_head, i64 bias_query, i64 bias_key,  //
-    i64 mask_batch, i64 mask_head, i64 mask_query, i64 mask_key,  //
-    i64 sinks_stride, i64 slopes_stride,                         //
+    const float* __restrict__ alibi_slopes, i64 q_batch, i64 q_sequence, i64 q_head, i64 q_dim, i64 k_batch,
+    i64 k_sequence, i64 k_head, i64 k_dim, i64 v_batch, i64 v_sequence, i64 v_head, i64 v_dim, i64 out_batch,
+    i64 out_sequence, i64 out_head, i64 out_dim, i64 bias_batch, i64 bias_head, i64 bias_query, i64 bias_key,
+    i64 mask_batch, i64 mask_head, i64 mask_query, i64 mask_key, i64 sinks_stride, i64 slopes_stride,  //
     int query_length, int key_length, int heads, int group, int head_dim, int value_dim, int dense_shift, int left,
     int right, float scale, float exponent_scale, float softcap, float softcap_rate,  //
     const QueryOffset* __restrict__ cu_seqlens_q, const KeyOffset* __restrict__ key_offsets,
-    const TableIndex* __restrict__ block_table,                                     //
-    i64 q_offset_stride, i64 key_offset_stride, i64 table_batch, i64 table_column,  //
-    int sequences, int blocks, int block_size,  //
-    const u64* __restrict__ dropout_seed, const u64* __restrict__ dropout_offset, u32 dropout_threshold,
-    float dropout_factor,  //
+    const TableIndex* __restrict__ block_table, i64 q_offset_stride, i64 key_offset_stride, i64 table_batch,
+    i64 table_column, int sequences, int blocks, int block_size, const u64* __restrict__ dropout_seed,
+    const u64* __restrict__ dropout_offset, u32 dropout_threshold, float dropout_factor,  //
     int row_blocks, int batch_heads, int section_heads, int section_tiles, int tiles,  //
-    int last_key_batch, int last_value_batch, int splits, int split_keys) {
+    int last_key_batch, int last_value_batch, int splits, int split_keys,  //
+    const float* q_descale, const float* k_descale, const float* v_descale, i64 q_descale_batch, i64 q_descale_head,
+    i64 k_descale_batch, i64 k_descale_head, i64 v_descale_batch, i64 v_descale_head) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
@@ -117,9 +115,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) ptx::setmaxnreg_dec<kProducerRegisters>();
-    // One thread waits and copies, another warp hands tiles over. kCopyWarps 2, for a cache's many copies: a thread of another
-    // warp brings the values. One thread and straight code, also for the boxes of a cache: with a warp that finds them
-    // together, the consumers beside it took 6 % more cycles a step.
+    // One thread waits and copies, another warp hands tiles over; kCopyWarps 2: a thread of another warp brings the values.
+    // Beside a warp whose lanes find a cache's boxes together, consumers took 6 % more cycles a step.
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
     const auto range_of = [&](const SequenceTile& tile) { return Part(tile, placed.band(tile), 0).block; };
     // The tile that ends in a block with unused slots, or none.
@@ -236,7 +233,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   query_ring.stage = consumer;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);
-  const LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
+  LogitRules rules{scale, softcap, softcap_rate, bias_key, mask_key};
+  float exponent_factor = exponent_scale, result_factor = kDropout ? dropout_factor : 1.0f;
+  const auto take_descales = [&](const SequenceTile& tile) {
+    const Descales descales{q_descale,       k_descale,      v_descale,       q_descale_batch, q_descale_head,
+                            k_descale_batch, k_descale_head, v_descale_batch, v_descale_head};
+    const int batch = kVarlen ? tile.sequence : placed.batch(tile), kv_head = placed.first_head(tile) / group;
+    if (kVarlen && (batch < 0 || batch >= sequences)) return;  // rows of no sequence
+    const float logits = descales.of_logits(batch, kv_head);
+    rules = {scale * logits, softcap, softcap_rate * logits, bias_key, mask_key};
+    if constexpr (!kScaleFirst) exponent_factor = positive(exponent_scale * logits);
+    result_factor = (kDropout ? dropout_factor : 1.0f) * descales.of_values(batch, kv_head);
+  };
   Dropout dropout{};
   if constexpr (kDropout) dropout = {*dropout_seed, static_cast<u32>(*dropout_offset), dropout_threshold};
   const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * QueryTile::kBytes);
@@ -276,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     float correction[2];
     finish_scores<Features, decltype(band_test)::kValue>(scores, rows.query, tile * kBlockKeys, band, rules);
     take_tile<decltype(band_test)::kValue || kBias || kMask, kScaleFirst>(scores, rows.softmax, correction,
-                                                                          exponent_scale);
+                                                                          exponent_factor);
     DroppedWeights<kBlockKeys>(dropout, tile, rows.query).apply(scores);
     pack_weights<Element, static_cast<int>(sizeof(scores)) / 32>(rows.weights, [&](int i) { return scores[i]; });
   };
@@ -300,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     key_ring.release();
     finish_scores<Features, kBandTest>(scores, rows.query, tile * kBlockKeys, band, rules);
     LazySoftmax<kBandTest || kBias || kMask, kScaleFirst, kAhead, kBlockKeys / 2> softmax(scores, rows.softmax,
-                                                                                          exponent_scale);
+                                                                                          exponent_factor);
     softmax.begin([&](const float(&correction)[2]) {
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_fence_registers(rows.output);
@@ -337,6 +345,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   float narrow_scores[kNarrowKeys / 2];  // apart: as a part of the others ptxas ends products one by one
   while (work.has_work()) {
     const SequenceTile tile = part.tile;
+    if constexpr (kDescaled) take_descales(tile);
     const Band band = part.band;
     const Range block = part.block, own = part.own;
     u32 thread[1] = {threadIdx.x % 128};
@@ -402,11 +411,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         SoftmaxRow& softmax = rows.softmax[r];
-        softmax.finish(kScaleFirst ? 1.0f : scale);
+        softmax.finish(kScaleFirst ? 1.0f : rules.scale);
         const bool has_sink = sinks != nullptr && placed.part(tile) == 0;
         factor[r] = has_sink ? softmax.take_sink(sinks[head_of(tile, row + 8 * r) * sinks_stride]) : 1.0f;
         factor[r] *= softmax.normalizer();
-        if constexpr (kDropout) factor[r] *= dropout_factor;
+        if constexpr (kDropout || kDescaled) factor[r] *= result_factor;
         log_sum_exp[r] = softmax.log_sum_exp();
         if (lse != nullptr && lane % 4 == 0 && row + 8 * r < end_row) {
           lse[(static_cast<i64>(result_batch) * heads + head_of(tile, row + 8 * r)) * query_length + tile.first_query +
@@ -483,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
             rows_of(k, k_batch, k_sequence, k_head), rows_of(v, v_batch, v_sequence, v_head), out_of(number), out_dim};
         compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
                                          __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
-                                         DroppedKeys{dropout, one.query, one.dropout_row, dropout_factor});
+                                         DroppedKeys{dropout, one.query, one.dropout_row, result_factor});
       });
     }
   }

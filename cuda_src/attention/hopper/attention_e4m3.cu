@@ -14,6 +14,7 @@
 //
 // Registers a thread: S kBlockKeys/2, P kBlockKeys/8, O kValueDim/2 and as many for the sums of the tiles in flight.
 #include "attention/hopper/configuration_e4m3.cuh"
+#include "attention/hopper/descales.cuh"
 #include "attention/hopper/epilogue.cuh"
 #include "attention/hopper/finish_logits.cuh"
 #include "attention/hopper/products.cuh"
@@ -184,16 +185,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
   const auto scaling_of = [&](const SequenceTile& tile) {
     constexpr float kLog2e = 1.44269504088896340736f;
     const int kv_head = tile.head / group;
-    const auto descale = [&](const float* p, i64 batch_stride, i64 head_stride) {
-      return p[tile.sequence * batch_stride + kv_head * head_stride];
-    };
-    // Not 0, by which a hidden key's -inf would become NaN; a NaN stays.
-    const auto positive = [](float factor) { return factor < 1e-30f ? 1e-30f : factor; };
-    const float logits = positive(descale(q_descale, q_descale_batch, q_descale_head) *
-                                  descale(k_descale, k_descale_batch, k_descale_head));
+    const Descales descales{q_descale,       k_descale,      v_descale,       q_descale_batch, q_descale_head,
+                            k_descale_batch, k_descale_head, v_descale_batch, v_descale_head};
+    const float logits = descales.of_logits(tile.sequence, kv_head);
     return Scaling{{scale * logits, softcap, softcap_rate * logits, 0, 0},
                    kScaleFirst ? kLog2e : positive(scale * logits) * kLog2e,
-                   descale(v_descale, v_descale_batch, v_descale_head)};
+                   descales.of_values(tile.sequence, kv_head)};
   };
   // S of the first tile and its softmax, with nothing to overlap them.
   const auto first_step = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Scaling& scaling, auto band_test,

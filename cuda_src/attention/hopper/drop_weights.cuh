@@ -65,7 +65,7 @@ struct DroppedKeys {
   float kept_factor;
 
   __device__ __forceinline__ bool drops(int key) const { return kDropout && dropout.drops(key, query, row); }
-  __device__ __forceinline__ float factor() const { return kDropout ? kept_factor : 1.0f; }
+  __device__ __forceinline__ float factor() const { return kDropout || kDescaled ? kept_factor : 1.0f; }
 };
 
 }  // namespace cki::attention
