@@ -69,11 +69,13 @@ def prepare(weights: Any, *, weight_layout: str = "in_out") -> Any:
         raise InvalidTypeError(f"weights is a {type(weights).__name__}, neither a mapping nor an encoder")
     missing = [name for name in ("wq", "wo", "w1", "w2") if weights.get(name) is None]
     unknown = sorted(map(str, set(weights) - set(LAYER_WEIGHTS)))
+    problems = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+    hint = ""
     if weight_layout not in ("in_out", "out_in"):
-        missing.append(f"a weight_layout other than {weight_layout!r}")
-    if missing or unknown:
-        problems = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
-        raise InvalidArgumentError("prepare: these are no weights of an encoder layer", problems)
+        problems.append(f"weight_layout is {weight_layout!r}")
+        hint = 'weight_layout "in_out" or "out_in"'
+    if problems:
+        raise InvalidArgumentError("prepare: invalid arguments", problems, hint)
     given = {name: weight for name, weight in weights.items() if weight is not None}
     found = dict.fromkeys(("wk", "wv")) | prepare_layer(given, weight_layout, fold=True)
     return {**found, "weight_layout": weight_layout, "pre_ln": True, "folded": True}

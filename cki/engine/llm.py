@@ -131,6 +131,15 @@ class LLM:
 
         Raises InvalidTypeError or InvalidArgumentError with every array that is missing, too many or of a wrong shape.
         """
+        if not isinstance(config, ModelConfig):
+            raise InvalidTypeError(
+                f"config is a {type(config).__name__}, not a ModelConfig", hint="ModelConfig.from_hf(...)"
+            )
+        if tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):
+            raise InvalidTypeError(
+                f"tokenizer is a {type(tokenizer).__name__}, not a Tokenizer",
+                hint="None, for prompts of token ids",
+            )
         if not callable(weights):
             weights = checked_arrays(weights, config)
         llm = cls.__new__(cls)
@@ -196,7 +205,9 @@ class LLM:
             `default_params`.
         """
         listed = _listed(prompts)
-        if params is not None and not isinstance(params, (SamplingParams, Iterable)):
+        if params is not None and (
+            not isinstance(params, (SamplingParams, Iterable)) or isinstance(params, (str, Mapping))
+        ):
             raise InvalidTypeError(
                 f"params is a {type(params).__name__}, not SamplingParams or a list of them"
             )
@@ -277,17 +288,15 @@ class LLM:
             ids = _token_ids(prompt)
         longest, vocabulary = self.model.limits.max_length, self.config.vocab_size
         problems = []
+        hints = []
         if not 1 <= len(ids) < longest:
             problems.append(f"the prompt has {len(ids)} tokens, not 1 to {longest - 1}")
+            hints.append("a larger max_length or cache" if ids else "a prompt of at least one token")
         outside = [token for token in ids if not 0 <= token < vocabulary]
         if outside:
             problems.append(f"token {outside[0]} is not in the vocabulary of {vocabulary}")
         if problems:
-            raise InvalidArgumentError(
-                "a prompt that this engine cannot take",
-                problems,
-                "a larger max_length or cache" if not outside else "",
-            )
+            raise InvalidArgumentError("a prompt that this engine cannot take", problems, "; ".join(hints))
         return ids
 
 
@@ -307,7 +316,10 @@ def _token_ids(prompt: Any) -> list[int]:
         array = np.asarray(prompt)
     except (TypeError, ValueError):
         array = np.zeros((0, 0))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    has_bools = isinstance(prompt, (list, tuple)) and any(
+        isinstance(token, (bool, np.bool_)) for token in prompt
+    )
+    if has_bools or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidTypeError(f"prompt is {str(prompt)[:60]!r}, neither a text nor a list of token ids")
     ids: list[int] = array.astype(np.int64).tolist()
     return ids

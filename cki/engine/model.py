@@ -24,6 +24,7 @@ from cki.engine.device_weights import HasView, ModelWeights
 from cki.engine.products import Way
 from cki.engine.program import StepProgram, Workspace
 from cki.engine.step_plan import MAX_ENDS, SAMPLING, CacheGeometry, DecoderPlanner, StepShape
+from cki.errors import InvalidArgumentError
 from cki.memory import PagedKVCache
 from cki.memory.views import CacheTensor
 from cki.plan import Plan
@@ -171,6 +172,11 @@ class DecoderModel:
         # More blocks than all sequences can hold are of no use.
         most = columns * self.limits.max_sequences
         num_blocks = min(2 * columns if nbytes is None else nbytes // block, most)
+        if not num_blocks:
+            raise InvalidArgumentError(
+                f"the cache has {nbytes} bytes, a block of {block_size} tokens takes {block}",
+                hint=f"cache_nbytes of {block} or more, on a GPU with that much free memory",
+            )
         return PagedKVCache(
             c.num_layers, num_blocks, block_size=block_size, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
             dtype="e4m3" if codes else self.dtype.name, max_sequences=self.limits.max_sequences,

@@ -13,7 +13,7 @@ from cki.device import current
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, UnsupportedError
 from cki.memory.checks import SIZE, is_integer, is_size, table_problems
-from cki.memory.layout import CacheShape
+from cki.memory.layout import MAX_HEAD_DIM, CacheShape
 
 DTYPES = (dtypes.f16, dtypes.bf16, dtypes.f32, dtypes.e4m3)
 #: Tokens for which a block table has columns when nothing else is said.
@@ -68,6 +68,11 @@ def check(
     }  # fmt: skip
     sizes = {**required, **{name: value for name, value in optional.items() if value is not None}}
     problems += [f"{name}={value!r} is not {SIZE}" for name, value in sizes.items() if not is_size(value)]
+    problems += [
+        f"{name}={sizes[name]!r} is more than the {MAX_HEAD_DIM} that kernels read"
+        for name in ("head_dim", "value_head_dim")
+        if is_size(sizes[name]) and sizes[name] > MAX_HEAD_DIM
+    ]
     try:
         element = as_dtype(dtype)
     except TypeError:

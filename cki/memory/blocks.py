@@ -307,7 +307,7 @@ class BlockAllocator:
         if is_integer(sequence) and 0 <= sequence < self._next_id:
             raise InvalidArgumentError(f"sequence {sequence} was freed already")
         raise InvalidArgumentError(
-            f"sequence {sequence!r} was never created", hint="the id that create returned"
+            f"sequence {sequence!r} was never created", hint="an id that was given out here"
         )
 
     def _id_of(self, row: int) -> int:

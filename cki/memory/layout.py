@@ -16,6 +16,9 @@ from cki import dtypes
 from cki.dtypes import DType
 from cki.memory.arena import Range
 
+#: The longest row that attention kernels read (`cki.ops.paged_rules`).
+MAX_HEAD_DIM = 256
+
 
 class Place(NamedTuple):
     """A dense tensor in the arena."""

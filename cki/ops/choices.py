@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cki.errors import InvalidTypeError
+from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.launch import describe_step
 from cki.ops.call import remembered
 from cki.ops.entry import Entry
+from cki.ops.table import public_specs
+from cki.own_operation import made
 
 
 class Choice(NamedTuple):
@@ -43,7 +45,11 @@ def choices(operation: str | None = None) -> list[Choice]:
     """
     if operation is not None and not isinstance(operation, str):
         raise InvalidTypeError(f"operation is a {type(operation).__name__}, not str or None")
-    return list(_choices(operation))
+    found = list(_choices(operation))
+    known = {*public_specs(), *(spec.name for spec in made), "encoder"}
+    if operation is not None and not found and operation not in known:
+        raise InvalidArgumentError(f"operation is {operation!r}", hint=f"one of {', '.join(sorted(known))}")
+    return found
 
 
 def _choices(operation: str | None) -> Iterator[Choice]:

@@ -26,7 +26,7 @@ PROMPTS = ["Hello, world", "a", "The quick brown fox jumps over", "Hello, worm"]
 def llm_on(kind: str, blocks: int = 200, **options) -> LLM:
     sizes = {"max_length": 64, "max_sequences": 4, "max_step_tokens": 16, "block_size": 4} | options
     return LLM.from_weights(
-        LLAMA, WEIGHTS, Letters(), dtype="f32", device=kind, cache_nbytes=blocks * BLOCK, **sizes
+        LLAMA, WEIGHTS, Letters(), dtype="f32", device=kind, **({"cache_nbytes": blocks * BLOCK} | sizes)
     )  # fmt: skip
 
 
@@ -232,7 +232,8 @@ def test_a_chat_is_its_template(llm):
 @pytest.mark.parametrize(
     ("prompt", "error", "match"),
     [
-        ([], InvalidArgumentError, "0 tokens"),
+        ([], InvalidArgumentError, "0 tokens, not 1 to 63\n  hint: a prompt of at least one token"),
+        ([True, 5], InvalidTypeError, "neither a text nor"),
         ([5] * 64, InvalidArgumentError, "64 tokens, not 1 to 63"),
         ([5, 128], InvalidArgumentError, "token 128 is not in the vocabulary of 128"),
         ([0.5], InvalidTypeError, "neither a text nor"),
@@ -266,6 +267,8 @@ def test_parameters_that_are_refused(values, error, match):
 def test_params_that_are_none(llm):
     with pytest.raises(InvalidTypeError, match="params is a int, not SamplingParams or a list"):
         llm.generate([[5], [6]], 5)
+    with pytest.raises(InvalidTypeError, match="params is a dict, not SamplingParams or a list"):
+        llm.generate([[5]], {"max_tokens": 2})
 
 
 def test_sizes_that_are_refused():
@@ -277,6 +280,10 @@ def test_sizes_that_are_refused():
         InvalidArgumentError, match=r"(?s)max_length is 513.*sequences of 512 tokens.*at most 512"
     ):
         llm_on("sim", max_length=513)
+    with pytest.raises(
+        InvalidArgumentError, match=r"the cache has 1 bytes, a block of .*\n  hint: cache_nbytes of"
+    ):
+        llm_on("sim", cache_nbytes=1)
 
 
 def test_as_many_params_as_prompts(llm):
@@ -357,3 +364,7 @@ def test_weights_that_are_not_the_model_s():
             LLM.from_weights(LLAMA, {**weights, "model.norm.weight": wrong}, device="sim")
     with pytest.raises(InvalidTypeError, match="weights is a NoneType"):
         LLM.from_weights(LLAMA, None, device="sim")
+    with pytest.raises(InvalidTypeError, match="config is a NoneType, not a ModelConfig"):
+        LLM.from_weights(None, weights, device="sim")
+    with pytest.raises(InvalidTypeError, match="tokenizer is a int, not a Tokenizer"):
+        LLM.from_weights(LLAMA, weights, 5, device="sim")

@@ -273,7 +273,7 @@ def test_grow_keeps_what_is_there() -> None:
         (lambda a: a.append([0, True]), "sequence True was never created"),
         (lambda a: a.append([1.0]), "sequence 1.0 was never created"),
         (lambda a: a.append(np.array([0.0, 1.0])), "0.0.* was never created"),
-        (lambda a: a.append(b"\0"), "was never created.*the id that create returned"),
+        (lambda a: a.append(b"\0"), "was never created.*an id that was given out here"),
         (lambda a: a.append(None), "sequence None was never created"),
         (lambda a: a.append(1.5), "sequence 1.5 was never created"),
         (lambda a: a.append(np.True_), "True.* was never created"),

@@ -426,6 +426,8 @@ def test_every_broken_rule_is_named() -> None:
         ({"num_blocks": None}, "one of num_blocks and bytes"),
         ({"num_blocks": None, "bytes": 100}, "bytes=100 is 0 blocks of 960 bytes each"),
         ({"max_num_blocks": 15}, "max_num_blocks=15 is below the 16 blocks"),
+        ({"head_dim": 257}, "head_dim=257 is more than the 256"),
+        ({"value_head_dim": 300}, "value_head_dim=300 is more than the 256"),
         ({"window_left": -1}, "window_left=-1 is not an integer from 0 to"),
         ({"window_left": 2**70}, "window_left=1180591620717411303424 is not an integer from 0 to"),
         ({"dtype": object()}, "is none of f16, bf16, f32, e4m3"),
@@ -453,7 +455,7 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
 
 def test_sizes_beyond_every_memory() -> None:
     with pytest.raises(OutOfBlocksError, match="bytes of host memory"):
-        small(num_kv_heads=2**31 - 1, head_dim=2**31 - 1, max_blocks_per_sequence=1)
+        small(num_kv_heads=2**31 - 1, head_dim=256, block_size=2**22, max_blocks_per_sequence=1)
 
 
 @pytest.mark.parametrize("sequence", [[0], {}, np.array([0]), np.array(0)], ids=repr)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cki
-from cki.errors import InvalidTypeError
+from cki.errors import InvalidArgumentError, InvalidTypeError
 
 X = np.zeros((5, 24), np.float32)
 
@@ -38,11 +38,16 @@ def test_another_device_is_another_choice():
     assert len(devices) == len(set(devices)) == 2
 
 
-def test_nothing_to_compute_and_wrong_names():
+def test_nothing_to_compute_and_wrong_types():
     with cki.device("sim"):
         before = cki.choices()
         cki.softmax(X[:0])
         assert new(before) == []
-    assert cki.choices("no_operation") == []
     with pytest.raises(InvalidTypeError, match="operation is a int, not str or None"):
         cki.choices(3)
+
+
+def test_an_operation_that_is_not_there_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"operation is 'soft_max'\n  hint: one of .*softmax"):
+        cki.choices("soft_max")
+    assert cki.choices("encoder") == [] or cki.choices("encoder")[0].operation == "encoder"

@@ -137,6 +137,10 @@ def test_what_cannot_be_prepared():
         cki.prepare({**given, "w1": None, "w3": given["w1"]})
     with pytest.raises(InvalidTypeError, match="neither a mapping nor an encoder"):
         cki.prepare([given["wq"]])
+    with pytest.raises(
+        InvalidArgumentError, match="weight_layout is 'x'\n  hint: weight_layout \"in_out\" or"
+    ):
+        cki.prepare(given, weight_layout="x")
     del given["bk"]
     with pytest.raises(InvalidArgumentError, match="a bias and no bias"):
         cki.prepare(given)
