@@ -36,7 +36,7 @@ from cki.adapters.jax_ffi import register as register
 from cki.adapters.numpy import aligned_empty
 from cki.dlpack import DLPackExport, from_capsule
 from cki.dtypes import DType
-from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.ops.bind import out_arguments, require_inputs
 from cki.ops.cache_arguments import is_cache_memory
 from cki.ops.call import Planned, PlanRequest
@@ -144,6 +144,7 @@ class JaxAdapter(IndirectAdapter):
         ):
             return NotImplemented
         require_valid(self, [item.name for item in spec.inputs], inputs)
+        _require_one_device(spec, inputs)
         devices = {device for tensor in present for device in tensor.devices()}
         if written or (len(devices) == 1 and devices.pop().platform in _THROUGH_XLA):
             return jax_ffi.bind(spec, inputs, attributes)
@@ -275,6 +276,25 @@ def _function(name: str) -> Callable[..., Any]:
         return _in_program(call.spec, call.inputs, call.attributes, call.outs, None)
 
     return function
+
+
+def _require_one_device(spec: OpSpec, inputs: tuple[Any, ...]) -> None:
+    """Arrays that were put on devices lie on one: JAX's devices of the CPU share memory, which hides it."""
+    places = {
+        item.name: next(iter(tensor.devices()))
+        for item, tensor in zip(spec.inputs, inputs)
+        if tensor is not None and tensor.committed
+    }
+    if len(set(places.values())) > 1:
+        listed = ", ".join(
+            f"{name} is on {f'cpu:{at.id}' if at.platform == 'cpu' else f'cuda:{at.local_hardware_id}'}"
+            for name, at in places.items()
+        )
+        raise DeviceError(
+            f"{spec.name}: unusable tensors",
+            [f"tensors on different devices: {listed}"],
+            "all tensors on one device",
+        )
 
 
 def _as_array(operation: str, value: Any) -> Any:

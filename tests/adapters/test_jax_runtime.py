@@ -239,6 +239,13 @@ for found, one in zip(step(*arrays), wanted_step):
     np.testing.assert_array_equal(found, one)
 assert [array.is_deleted() for array in arrays] == [False, True, True]
 there = jax.device_put(x, jax.devices()[1])
+try:
+    cki.layer_norm(there, jax.device_put(w, jax.devices()[0]))
+except cki.CkiError as error:
+    assert "x is on cpu:1, weight is on cpu:0" in str(error), error
+else:
+    raise AssertionError("devices were mixed")
+np.testing.assert_array_equal(cki.layer_norm(there, w), wanted)  # w was put nowhere
 y = jax.jit(lambda x: cki.layer_norm(x, w))(there)
 assert y.devices() == {jax.devices()[1]}
 np.testing.assert_array_equal(y, wanted)
