@@ -25,6 +25,12 @@ class PackedSequences:
     typical_queries: int
 
     @property
+    def has_unit_columns(self) -> bool:
+        """Whether a sequence's entries in the block table lie side by side."""
+        table = self.block_table
+        return table is not None and (table.strides[1] == 1 or table.shape[1] == 1)
+
+    @property
     def sequences(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 

@@ -36,37 +36,46 @@ struct BlockRow {
   }
 };
 
+// An entry as a TMA coordinate: one outside the cache is outside the tensor map, too, which stands for zeros.
+__device__ __forceinline__ int block_coordinate(int entry) { return entry; }
+__device__ __forceinline__ int block_coordinate(i64 entry) {
+  return entry == static_cast<int>(entry) ? static_cast<int>(entry) : -1;
+}
+
 // Where the boxes of a tile lie, for one thread that copies them all: kBoxKeys keys each, within one block. kIsBlock: a box is
-// a block. The entries stay as they were read, so that what waits for the loads is their use.
-template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock>
+// a block. kUnitColumns: a row's entries lie side by side. The entries stay as they were read, so that what waits for the
+// loads is their use.
+template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kUnitColumns>
 struct TileBoxes {
   TableIndex entries[kBoxes];
   int first_slot;
 
   // Of the tile from first_key on. Keys outside [0, keys) are not looked up.
   __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys, TableIndex*) {
-    int column = first_key / (kIsBlock ? kBoxKeys : row.block_size);
+    const int column = first_key / (kIsBlock ? kBoxKeys : row.block_size);
+    const i64 step = kUnitColumns ? 1 : row.entry_stride;
+    const TableIndex* entry = row.entries + column * step;
     int slot = first_slot = kIsBlock ? 0 : first_key - column * row.block_size;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       const int key = first_key + box * kBoxKeys;
       entries[box] = TableIndex(-1);
-      if (key >= 0 && key < keys) entries[box] = row.entries[column * row.entry_stride];
+      if (key >= 0 && key < keys) entries[box] = *entry;
       slot += kBoxKeys;
       if (kIsBlock || slot == row.block_size) {
         slot = 0;
-        ++column;
+        entry += step;
       }
     }
   }
 
   // copy(box, place), in order.
   template <class Copy>
-  __device__ __forceinline__ void for_each(int blocks, int block_size, Copy copy) const {
+  __device__ __forceinline__ void for_each(int block_size, Copy copy) const {
     int slot = first_slot;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      copy(box, KeyPlace{block_or_none(static_cast<i64>(entries[box]), blocks), kIsBlock ? 0 : slot});
+      copy(box, KeyPlace{block_coordinate(entries[box]), kIsBlock ? 0 : slot});
       slot += kBoxKeys;
       if (slot == block_size) slot = 0;
     }
@@ -74,51 +83,59 @@ struct TileBoxes {
 };
 
 // The same by way of the thread's own shared memory, in loops that are not unrolled.
-template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock>
+template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kUnitColumns>
 struct RolledTileBoxes {
   const TableIndex* entries;
   int count;
   int first_slot;
 
   __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys, TableIndex* own) {
+    constexpr int kBytes = static_cast<int>(sizeof(TableIndex));
     const int column = first_key / (kIsBlock ? kBoxKeys : row.block_size);
+    const i64 step = kUnitColumns ? 1 : row.entry_stride;
+    const TableIndex* entry = row.entries + column * step;
     int slot = first_slot = kIsBlock ? 0 : first_key - column * row.block_size;
     count = first_key < 0 ? 0 : min(kBoxes, (keys - first_key + kBoxKeys - 1) / kBoxKeys);
     entries = own;
-    const TableIndex* entry = row.entries + column * row.entry_stride;
+    if (kIsBlock && kUnitColumns && count == kBoxes) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) ptx::cp_async<kBytes>(own + box, entry + box);
+    } else {
 #pragma unroll 1
-    for (int box = 0; box < count; ++box) {
-      ptx::cp_async<static_cast<int>(sizeof(TableIndex))>(own + box, entry);
-      slot += kBoxKeys;
-      if (kIsBlock || slot == row.block_size) {
-        slot = 0;
-        entry += row.entry_stride;
+      for (int box = 0; box < count; ++box) {
+        ptx::cp_async<kBytes>(own + box, entry);
+        slot += kBoxKeys;
+        if (kIsBlock || slot == row.block_size) {
+          slot = 0;
+          entry += step;
+        }
       }
     }
     ptx::cp_async_commit_group();
   }
 
   template <class Copy>
-  __device__ __forceinline__ void for_each(int blocks, int block_size, Copy copy) const {
-    int slot = first_slot;
+  __device__ __forceinline__ void for_each(int block_size, Copy copy) const {
+    int slot = first_slot, box = 0;
     ptx::cp_async_wait_group<0>();
 #pragma unroll 1
-    for (int box = 0; box < kBoxes; ++box) {
-      const int block = box < count ? block_or_none(static_cast<i64>(entries[box]), blocks) : -1;
-      copy(box, KeyPlace{block, kIsBlock ? 0 : slot});
+    for (; box < count; ++box) {
+      copy(box, KeyPlace{block_coordinate(entries[box]), kIsBlock ? 0 : slot});
       slot += kBoxKeys;
       if (slot == block_size) slot = 0;
     }
+#pragma unroll 1
+    for (; box < kBoxes; ++box) copy(box, KeyPlace{-1, 0});
   }
 };
 
-template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kRolled>
+template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kUnitColumns, bool kRolled>
 struct BoxesOf {
-  using Type = TileBoxes<TableIndex, kBoxes, kBoxKeys, kIsBlock>;
+  using Type = TileBoxes<TableIndex, kBoxes, kBoxKeys, kIsBlock, kUnitColumns>;
 };
-template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock>
-struct BoxesOf<TableIndex, kBoxes, kBoxKeys, kIsBlock, true> {
-  using Type = RolledTileBoxes<TableIndex, kBoxes, kBoxKeys, kIsBlock>;
+template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kUnitColumns>
+struct BoxesOf<TableIndex, kBoxes, kBoxKeys, kIsBlock, kUnitColumns, true> {
+  using Type = RolledTileBoxes<TableIndex, kBoxes, kBoxKeys, kIsBlock, kUnitColumns>;
 };
 
 // The places of the keys of a tile that this thread looks up: kTileKeys shared out among kThreads.

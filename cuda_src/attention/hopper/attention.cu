@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       unsigned char* const place = smem + places + ring.stage * Type::kBytes;
       ring.wait_empty();
       if constexpr (kPaged) {
-        load_paged_tile<Type, kBoxKeys>(place, map, full, boxes, kv_head, blocks, block_size);
+        load_paged_tile<Type, kBoxKeys>(place, map, full, boxes, kv_head, block_size);
       } else {
         load_tile<Type>(place, map, full, placed.first_key(tile) + j * kBlockKeys, kv_head,
                         min(placed.batch(tile), last_batch));

@@ -56,9 +56,9 @@ __device__ __forceinline__ void load_queries(unsigned char* tile, const TensorMa
 // The same of keys or values in a cache of blocks. A block outside the cache gives zeros, and no traffic.
 template <class Tile, int kBoxRows, class Boxes>
 __device__ __forceinline__ void load_paged_tile(unsigned char* tile, const TensorMap* map, u64* full, const Boxes& boxes,
-                                                int head, int blocks, int block_size) {
+                                                int head, int block_size) {
   ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
-  boxes.for_each(blocks, block_size, [&](int box, const KeyPlace& place) {
+  boxes.for_each(block_size, [&](int box, const KeyPlace& place) {
 #pragma unroll
     for (int slab = 0; slab < Tile::kSlabs; ++slab) {
       ptx::tma_load_4d(tile + slab * Tile::kSlabBytes + box * kBoxRows * Tile::kSpan, map, full,
