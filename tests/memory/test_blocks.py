@@ -225,6 +225,20 @@ def test_all_slots_occupied() -> None:
     allocator.create()
 
 
+def test_an_id_to_come_was_never_created() -> None:
+    allocator = BlockAllocator(4, 4)
+    a = allocator.create()
+    with pytest.raises(InvalidArgumentError, match=f"sequence {a + 1} was never created"):
+        allocator.length(a + 1)
+
+
+def test_growing_to_the_same_size_changes_nothing() -> None:
+    allocator = BlockAllocator(4, 4)
+    before = state(allocator)
+    allocator.grow(4)
+    assert allocator.num_free == 4 and state(allocator) == before
+
+
 def test_grow_keeps_what_is_there() -> None:
     allocator = BlockAllocator(2, 1, max_blocks_per_sequence=6)
     a = allocator.create()
@@ -343,6 +357,37 @@ def test_a_block_that_became_known_after_the_cut_is_forgotten_too() -> None:
     c = allocator.fork(b)
     allocator.append([b, c], 1)
     assert allocator.length(allocator.create([*tokens, 8])) == 8, "c and b wrote into copies"
+
+
+@pytest.mark.parametrize("meanwhile", ["fork", "the same cut again", "nothing appended", "a longer cut"])
+def test_a_cut_is_remembered_until_something_is_written(meanwhile: str) -> None:
+    allocator, prompt = BlockAllocator(10, 4), list(range(9))
+    a = allocator.create(prompt)
+    allocator.append(a, 9)
+    allocator.truncate(a, 7 if meanwhile == "a longer cut" else 6)
+    if meanwhile == "fork":
+        child = allocator.fork(a)
+        allocator.free(a)
+        a = child
+    elif meanwhile == "nothing appended":
+        allocator.append(a, 0)
+        b = allocator.create(prompt)
+        assert allocator.length(b) == 8
+        allocator.free(b)
+    else:
+        allocator.truncate(a, 6)
+    assert allocator.append(a, 1).size == 0, "the only owner writes in place"
+    assert allocator.length(allocator.create(prompt)) == 4, "what was overwritten is not found"
+
+
+def test_what_was_never_written_is_not_found() -> None:
+    allocator, prompt = BlockAllocator(10, 4), list(range(9))
+    a = allocator.create(prompt)
+    allocator.append(a, 4)
+    allocator.append(a, 5)
+    allocator.take_back(a, np.array([4]))
+    b = allocator.create(prompt)
+    assert (allocator.length(a), allocator.length(b)) == (4, 4)
 
 
 def test_a_truncated_prompt_is_known_as_far_as_it_is_left() -> None:

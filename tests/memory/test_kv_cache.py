@@ -426,6 +426,7 @@ def test_every_broken_rule_is_named() -> None:
         ({"num_blocks": None}, "one of num_blocks and bytes"),
         ({"num_blocks": None, "bytes": 100}, "bytes=100 is 0 blocks of 960 bytes each"),
         ({"max_num_blocks": 15}, "max_num_blocks=15 is below the 16 blocks"),
+        ({"window_left": 2**31}, "window_left=2147483648 is not an integer from 0 to"),
         ({"head_dim": 257}, "head_dim=257 is more than the 256"),
         ({"value_head_dim": 300}, "value_head_dim=300 is more than the 256"),
         ({"window_left": -1}, "window_left=-1 is not an integer from 0 to"),
