@@ -2,12 +2,16 @@
 
     python bench/attention_fp8.py                                     # head dimensions 64, 128, 256: 2 minutes
     python bench/attention_fp8.py --dims 128 --variant stages=2 --variant lazy=True
+    python bench/attention_fp8.py --others                            # what the e4m3 kernel does not serve
 
 Codes and descales are of normal numbers, a head's largest at 448, as a quantiser gives them; the quantisation is in no
 time, the launch that turns the values is in ours (`turning alone` is that launch by itself).  Every e4m3 call of ours
 is compared with float64 over the codes first: `error_share` is its error over what the tests allow, and above 1 ends
 the program where it is the chosen kernel.  All are replayed in turn.  `vs_bf16`: our bf16 time over the row's.
 Writes results/attention_fp8.csv.
+
+--others: masks, biases, dropout and other head dimensions, by the generic kernel, by the 16-bit Hopper kernel on codes
+converted to f16, and by our bf16 of the same call; compared with each other.  Writes results/attention_fp8_others.csv.
 """
 
 from __future__ import annotations
@@ -30,10 +34,14 @@ from attention import Shape
 import cki
 from cki import cache, dtypes
 from cki.device import sim_device
+from cki.heuristics.attention import AttentionTiles, choose_tiles, padded
+from cki.heuristics.attention_dropout import tiles_with_dropout
 from cki.heuristics.attention_e4m3 import E4m3Tiles, choose_e4m3_tiles
+from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
 from cki.kernel import KernelSpec
 from cki.operand import dense
 from cki.ops.attention import ATTENTION, plan_attention
+from cki.ops.attention_dropout import dropout_of
 from cki.ops.attention_e4m3 import Descales, descales_of, values_workspace
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.call import call
@@ -61,13 +69,14 @@ def make_inputs(shape: Shape, seed: int, shift: float = 0.0) -> tuple[Any, ...]:
 
 
 @functools.cache
-def spec_with_tiles(tiles: E4m3Tiles, only_first: bool = False) -> OpSpec:
+def spec_with_tiles(tiles: AttentionTiles | HopperTiles, only_first: bool = False) -> OpSpec:
     """cki.attention's operation with these tiles; only_first: its first launch alone."""
 
     def plan(problem: Any, outputs: Any, device: Any) -> Plan:
         steps = plan_attention(
             problem["q"], problem["k"], problem["v"], outputs["out"], device=device, tiles=tiles,
-            causal=problem.attribute("causal"), descales=descales_of(problem),
+            causal=problem.attribute("causal"), descales=descales_of(problem), dropout=dropout_of(problem),
+            bias=problem.get("bias"), mask=problem.get("mask"),
         )  # fmt: skip
         steps = steps[:1] if only_first else steps
         return Plan(steps, (*workspace_of(steps), *values_workspace(steps)))
@@ -75,13 +84,18 @@ def spec_with_tiles(tiles: E4m3Tiles, only_first: bool = False) -> OpSpec:
     return dataclasses.replace(ATTENTION, plan=plan)
 
 
-def tiles_call(shape: Shape, tiles: E4m3Tiles, only_first: bool = False) -> Callable[..., Any]:
-    """A function of `make_inputs`."""
-    attributes = tuple({"causal": shape.causal}.get(item.name, item.default) for item in ATTENTION.attributes)
+def tiles_call(
+    shape: Shape, tiles: AttentionTiles | HopperTiles, only_first: bool = False, **given: Any
+) -> Callable[..., Any]:
+    """A function of `make_inputs`.  given: mask, bias, dropout."""
+    attributes = tuple(
+        ({"causal": shape.causal} | given).get(item.name, item.default) for item in ATTENTION.attributes
+    )
     spec = spec_with_tiles(tiles, only_first)
 
     def run(q: Any, k: Any, v: Any, out: Any, *codes: Any) -> Any:
-        return call(spec, (*codes[:3], *(None,) * 6, *codes[3:]), attributes, (out, None))
+        tensors = dict(zip(("q", "k", "v", "q_descale", "k_descale", "v_descale"), codes)) | given
+        return call(spec, tuple(tensors.get(item.name) for item in ATTENTION.inputs), attributes, (out, None))
 
     return run
 
@@ -224,6 +238,57 @@ def measure(shape: Shape, variants: Sequence[str], rounds: int, shift: float) ->
     ]  # fmt: skip
 
 
+OTHERS = ("mask", "bias", "dropout", "head dimension 72")
+
+
+def other_call(what: str, tokens: int) -> tuple[Shape, dict[str, Any]]:
+    """(shape, what is given besides) of a call that the e4m3 kernel does not serve."""
+    import torch
+
+    shape = Shape(16384 // tokens, tokens, 16, 128, False, "bf16")
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    if what == "mask":
+        kept = torch.rand((shape.batch, 1, 1, tokens), generator=generator, device="cuda") > 0.1
+        return shape, {"mask": kept}
+    if what == "bias":
+        return shape, {"bias": torch.randn((1, 1, tokens, tokens), generator=generator, device="cuda")}
+    if what == "dropout":
+        seed, offset = (torch.tensor([n], device="cuda") for n in (1, 2))
+        return shape, {"dropout_p": 0.1, "dropout_seed": seed, "dropout_offset": offset}
+    return shape._replace(heads=28, dim=72), {}
+
+
+def measure_other(what: str, tokens: int, rounds: int) -> list[dict[str, object]]:
+    """Rows of one such call."""
+
+    shape, given = other_call(what, tokens)
+    inputs = [make_inputs(shape, seed) for seed in range(2)]
+    device, dim = sim_device("sm_90a"), padded(shape.dim)
+    plain = "mask" not in given and "bias" not in given
+    tiles = choose_hopper_tiles(tokens, shape.batch * shape.heads, dim, dim, shape.causal, plain, device)
+    if "dropout_p" in given:
+        tiles = tiles_with_dropout(tiles, dim, False)
+    generic = choose_tiles(tokens, dim, dim, 2, False, device)
+    runs: dict[str, Callable[..., Any]] = {
+        "cki e4m3 generic": tiles_call(shape, generic, **given),
+        "cki e4m3 as f16": tiles_call(shape, tiles, **given),
+    }
+    runs["cki bf16"] = lambda q, k, v, out, *_: cki.attention(q, k, v, causal=shape.causal, out=out, **given)
+    found = [run(*inputs[0]).float().clone() for run in runs.values()]
+    for name, result in zip(runs, found):
+        error = ((result - found[0]).norm() / found[0].norm()).item()
+        if not error < (0.1 if name == "cki bf16" else 0.01):
+            raise SystemExit(f"{name}: {what}, {shape}: off by {error:.3g} of the generic kernel's result")
+    times = common.graph_times_in_turn(runs, inputs, rounds=rounds)
+    return [
+        common.row(
+            "attention", f"{shape} {what}", "bf16" if "bf16" in name else "e4m3", name, timing, flops=shape.flops,
+            vs_bf16=round(times["cki bf16"].median_us / timing.median_us, 3),
+        )
+        for name, timing in times.items()
+    ]  # fmt: skip
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Of each e4m3 kernel: our bf16 time over its, geometric mean and least, over the shapes that have it."""
     lines = []
@@ -243,8 +308,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--shift", type=float, default=0.0, help="mean of the values")
     parser.add_argument("--variant", action="append", default=[], metavar="FIELD=VALUE[,...]")
+    parser.add_argument("--others", action="store_true", help="what the e4m3 kernel does not serve")
     options = parser.parse_args(argv)
     common.require_gpu()
+    if options.others:
+        found = [
+            row for what in OTHERS for n in (512, 4096) for row in measure_other(what, n, options.rounds)
+        ]
+        common.write_csv("attention_fp8_others", found)
+        return
     shapes = [
         Shape(16384 // n, n, 2048 // dim, dim, causal, "bf16")
         for dim in options.dims
