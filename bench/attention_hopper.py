@@ -9,8 +9,9 @@ Two phases.  First each distinct kernel is checked in a worker process (the boun
 the rings); a worker that dies or is silent for a minute costs its candidate only, not the run.  Then all sound
 candidates and the others of a shape are captured as graphs and replayed in turn, one replay each a round, so that the
 clock's drift hits all alike.  A shape's rows are written when it is done: results/attention_hopper.csv, with
-`vs_generic`, `vs_cudnn`, `vs_fa3` as their time over the candidate's.  The last lines name the best candidate of each
-shape and the geometric mean over shapes of the best peer's time over ours.
+`vs_generic`, `vs_cudnn`, `vs_fa3` as their time over the candidate's, and `of_gemm` as the share of the rate of cuBLAS's
+product of 8192 x 8192 matrices, which takes its turn with them.  The last lines name the best candidate of each shape
+and the geometric mean over shapes of the best peer's time over ours.
 
 FA3 is measured where `flash_attn_interface` can be imported.
 """
@@ -192,6 +193,21 @@ def generic_call(shape: Shape) -> Callable[..., Any]:
     )
 
 
+GEMM, GEMM_SIZE = "cublas", 8192
+
+
+def gemm_call(dtype: str) -> Callable[..., Any]:
+    """One product of square matrices, whatever the arguments."""
+    import torch
+
+    a, b = (
+        torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda").to(getattr(torch, attention.TORCH[dtype]))
+        for _ in "ab"
+    )
+    out = torch.empty_like(a)
+    return lambda *_: torch.matmul(a, b, out=out)
+
+
 def measure(
     text: str, dtype: str, names: Sequence[str], variants_asked: Sequence[str], with_generic: bool
 ) -> list[dict[str, object]]:
@@ -204,7 +220,8 @@ def measure(
     if (fa3 := fa3_call(shape)) is not None:
         variants["fa3"] = fa3
     inputs = common.rotated(lambda seed: attention.make_inputs(shape, seed), shape.nbytes, limit=8)
-    times = common.graph_times_in_turn(variants, inputs, rounds=ROUNDS)
+    times = common.graph_times_in_turn(variants | {GEMM: gemm_call(dtype)}, inputs, rounds=ROUNDS)
+    gemm_rate = 2 * GEMM_SIZE**3 / times.pop(GEMM).median_us
     rows = []
     for name, timing in times.items():
         ratios = {
@@ -214,7 +231,15 @@ def measure(
         }
         rows.append(
             common.row(
-                "attention", str(shape), dtype, name, timing, nbytes=shape.nbytes, flops=shape.flops, **ratios
+                "attention",
+                str(shape),
+                dtype,
+                name,
+                timing,
+                nbytes=shape.nbytes,
+                flops=shape.flops,
+                **ratios,
+                of_gemm=round(shape.flops / timing.median_us / gemm_rate, 3),
             )
         )
     return rows
@@ -231,7 +256,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
             continue
         best = min(ours, key=lambda row: row["median_us"])
         ratios.append(min(peers) / best["median_us"])
-        lines.append(f"{ratios[-1]:.3f}  {key[0]} {key[1]}: {best['implementation']}, {best['median_us']} us")
+        share = f", {best['of_gemm']:.0%} of the GEMM rate" if "of_gemm" in best else ""
+        lines.append(
+            f"{ratios[-1]:.3f}  {key[0]} {key[1]}: {best['implementation']}, {best['median_us']} us{share}"
+        )
     if ratios:
         lines.append(
             f"{math.exp(float(np.mean(np.log(ratios)))):.3f}  geometric mean of {len(ratios)} shapes"
