@@ -9,8 +9,8 @@ Two phases.  First each distinct kernel is checked in a worker process (the boun
 the rings); a worker that dies or is silent for a minute costs its candidate only, not the run.  Then all sound
 candidates and the others of a shape are captured as graphs and replayed in turn, one replay each a round, so that the
 clock's drift hits all alike.  A shape's rows are written when it is done: results/attention_hopper.csv, with
-`vs_generic`, `vs_cudnn`, `vs_fa3` as their time over the candidate's, and `of_gemm` as the share of the rate of cuBLAS's
-product of 8192 x 8192 matrices, which takes its turn with them.  The last lines name the best candidate of each shape
+`vs_generic`, `vs_cudnn`, `vs_fa3` as their time over the candidate's, and `of_gemm` as the share of cuBLAS's rate with
+products of 8192 x 8192 matrices, in turn with them.  The last lines name the best candidate of each shape
 and the geometric mean over shapes of the best peer's time over ours.
 
 FA3 is measured where `flash_attn_interface` can be imported.
