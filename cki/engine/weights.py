@@ -47,11 +47,6 @@ class WeightFile(Mapping[str, Array]):
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self._tensors = dict(tensors)
 
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Array]) -> WeightFile:
-        """Of arrays in memory, which are given out as they are."""
-        return cls({name: _of_array(name, array) for name, array in arrays.items()})
-
     def __getitem__(self, name: str) -> Array:
         """f32, f16 or bf16.  Read now: a view of the file, or a new f32 array for what is stored in 8 bits or 4."""
         return self._tensors[name].read()
@@ -81,10 +76,6 @@ class WeightFile(Mapping[str, Array]):
     def close(self) -> None:
         """Forget the files.  Arrays that were read stay valid."""
         self._tensors.clear()
-
-
-def _of_array(name: str, array: Array) -> StoredTensor:
-    return StoredTensor(name, name, array.shape, dtypes.from_numpy(array.dtype).name, lambda: array)
 
 
 def matched(

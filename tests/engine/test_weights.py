@@ -12,7 +12,6 @@ from cki.engine.config import ModelConfig
 from cki.engine.files import open_model
 from cki.engine.quantized import E4M3, QuantizedWeight, dequantize_blocks, quantize_blocks
 from cki.engine.safetensors_file import read_header
-from cki.engine.weights import WeightFile
 from cki.errors import InvalidArgumentError, UnsupportedError
 from tests.engine.model_files import ARCHITECTURES, hf_config, write_folder, write_safetensors
 from tests.engine.tiny import random_weights
@@ -111,13 +110,6 @@ def test_weights_outlive_the_files(tmp_path):
     np.testing.assert_array_equal(kept, arrays[Q_PROJ])
     with pytest.raises(KeyError):
         model.weights[Q_PROJ]
-
-
-def test_arrays_in_memory():
-    array = np.ones((2, 3), ml_dtypes.bfloat16)
-    weights = WeightFile.from_arrays({"a": array})
-    assert weights["a"] is array
-    assert (weights.shape("a"), weights.dtype("a"), weights.quantized("a")) == ((2, 3), "bf16", None)
 
 
 def test_names_without_the_models_prefix(tmp_path):
