@@ -130,23 +130,65 @@ __device__ __forceinline__ void leave_cluster() {
   }
 }
 
-// The warp is done with the ring's stage: all blocks that copy into it may do so again.
-__device__ __forceinline__ void release(Ring& ring) {
-  if constexpr (kSharers == 1) {
-    ring.release();
-  } else {
-    const u32 lane = threadIdx.x % 32;
-    if (lane < kSharers) ptx::mbarrier_arrive_cluster_unordered(ring.empty + ring.stage, lane);
-    ring.advance();
+// A consumer's way through the stages of its tiles. It is where a stage's barriers lie, from which the descriptor of x's
+// rows follows: a loop of fewer instructions than one that computes all from the stage's number.
+class StageWalk {
+ public:
+  // x: the descriptor of the consumer's rows in the first stage.
+  __device__ __forceinline__ StageWalk(const Ring& ring, u64 x) : barriers_(reinterpret_cast<unsigned char*>(ring.full)) {
+    u32 lower[1] = {static_cast<u32>(x)};
+    ptx::wgmma_fence_registers(lower);  // opaque: else it is computed anew for each stage
+    x_ = gemm::with_lower(x, lower[0]);
   }
-}
 
-// Moves the cursor over stages that the other consumer reads.
-__device__ __forceinline__ void skip_stages(Ring& ring, int count) {
-  const int position = ring.stage + count;
-  ring.phase ^= static_cast<u32>(position / kStages) & 1;
-  ring.stage = position % kStages;
-}
+  // Until the stage's copies have landed.
+  __device__ __forceinline__ void wait() const { ptx::mbarrier_wait_parity(full(place_), phase_); }
+
+  // The descriptor of the stage's x. The shuffle: in uniform registers, where wgmma wants it.
+  __device__ __forceinline__ u64 x() const {
+    return gemm::with_lower(x_, static_cast<u32>(x_) + __shfl_sync(0xffffffffu, place_, 0) * kUnits);
+  }
+
+  // Where the stage is, for `release`.
+  __device__ __forceinline__ u32 place() const { return place_; }
+
+  // This warp is done with the stage that is there: all blocks that copy into it may do so again.
+  __device__ __forceinline__ void release(u32 place) const {
+    const u32 lane = threadIdx.x % 32;
+    if constexpr (kSharers == 1) {
+      if (lane == 0) ptx::mbarrier_arrive(full(place) + kStages);
+    } else {
+      if (lane < kSharers) ptx::mbarrier_arrive_cluster_unordered(full(place) + kStages, lane);
+    }
+  }
+
+  // On to the next stage.
+  __device__ __forceinline__ void advance() {
+    const bool is_last = place_ == (kStages - 1) * kStep;
+    place_ = is_last ? 0 : place_ + kStep;
+    phase_ ^= is_last ? 1 : 0;
+  }
+
+  // Over stages that the other consumer reads.
+  __device__ __forceinline__ void skip(int count) {
+    const u32 stage = place_ / kStep + static_cast<u32>(count);
+    phase_ ^= stage / kStages & 1;
+    place_ = stage % kStages * kStep;
+  }
+
+ private:
+  static constexpr u32 kStep = sizeof(u64);                         // from one stage's barrier to the next
+  static constexpr u32 kUnits = Layout::kStageBytes / 16 / kStep;  // of a descriptor, for each byte of that
+  static_assert(Layout::kStageBytes % (16 * kStep) == 0, "a stage is whole units for each byte");
+
+  // The barriers `empty` follow those of all stages.
+  __device__ __forceinline__ u64* full(u32 place) const { return reinterpret_cast<u64*>(barriers_ + place); }
+
+  u64 x_;
+  unsigned char* barriers_;
+  u32 place_ = 0;
+  u32 phase_ = 0;
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
@@ -265,16 +307,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int group_row = kPingPong || kShareColumns ? 0 : consumer * kGroupRows;  // in a tile
   const int group_column = kShareColumns ? consumer * kGroupColumns : 0;
   const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);
-  const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + group_row * gemm::kSpan);
-  unsigned char* const group_w = smem + Layout::kBytesX + group_column * gemm::kSpan;
-  const u64 w_at = kWeightAlongN
-                       ? wgmma_descriptor_mn_major<gemm::kSpan>(group_w, gemm::kStageDepth * gemm::kSpan)
-                       : wgmma_descriptor_k_major<gemm::kSpan>(group_w);
+  StageWalk walk(ring, wgmma_descriptor_k_major<gemm::kSpan>(smem + group_row * gemm::kSpan));
+  const u32 w_ahead = gemm::weight_ahead<Layout, kWeightAlongN>(group_row, group_column);
   gemm::OutputBuffers buffers{smem + Layout::kOutput +
                                   (consumer * 4 + warp) * kBuffers * gemm::kWarpSlabBytes,
                               landed + consumer * 4 + warp};
 
-  if (kPingPong && consumer == 1) skip_stages(ring, k_tiles);
+  if (kPingPong && consumer == 1) walk.skip(k_tiles);
   u32 round = 0;
   for (int first = block; first < tiles; first += kTilesPerRound * blocks, ++round) {
     const int number = kPingPong ? first + consumer * blocks : first;
@@ -308,17 +347,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     turns.take();
     float sum[kRowTiles][kGroupColumns / 2];
-    Ring done = ring;  // one stage behind
+    u32 done = 0;  // one stage behind
+#pragma unroll 1
     for (int k = 0; k < k_tiles; ++k) {
-      ring.wait_full();
+      walk.wait();
       ptx::wgmma_fence();
-      // The shuffle: descriptors in uniform registers, half of the instructions from one stage to the next.
-      const u32 stage = __shfl_sync(0xffffffffu, static_cast<u32>(ring.stage * Layout::kStageBytes), 0);
-      gemm::multiply_stage<Element, kGroupColumns, kWeightAlongN>(sum, gemm::step_on(x_at, stage), gemm::step_on(w_at, stage), k > 0);
+      gemm::multiply_stage<Element, kGroupColumns, kWeightAlongN>(sum, walk.x(), w_ahead, k > 0);
       ptx::wgmma_commit_group();
-      ring.advance();
       ptx::wgmma_wait_group<1>();
-      if (k > 0) release(done);
+      if (k > 0) walk.release(done);
+      done = walk.place();
+      walk.advance();
     }
     turns.pass();
     gemm::SlabInputs<Rules, Element, Bias> inputs;  // from L2, beside the last stage's products
@@ -330,8 +369,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     ptx::wgmma_wait_group<0>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::wgmma_fence_registers(sum[i]);
-    release(done);
-    if constexpr (kPingPong) skip_stages(ring, k_tiles);
+    walk.release(done);
+    if constexpr (kPingPong) walk.skip(k_tiles);
 
     if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
       if (is_cancelled) {

@@ -92,16 +92,32 @@ __device__ __forceinline__ void prefetch_weight(const TensorMap* w_map, const Ti
       columns, k, rank, [&](int, int c0, int c1) { ptx::tma_prefetch_2d(w_map, c0, c1); });
 }
 
-// wgmma_descriptor_advance in 32 bits: the start address does not leave the lower word.
-__device__ __forceinline__ u64 step_on(u64 descriptor, u32 bytes) {
-  return (descriptor & 0xffffffff00000000ull) | (static_cast<u32>(descriptor) + (bytes >> 4));
+// The descriptor with another lower word, which has the start address; the upper is the same for all tiles here.
+__device__ __forceinline__ u64 with_lower(u64 descriptor, u32 lower) {
+  return (descriptor & 0xffffffff00000000ull) | lower;
 }
 
-// Starts sum[i] (+)= rows [64 i, +64) of x times the weight, over one stage. `accumulate`: false overwrites sum.
+// wgmma_descriptor_advance in 32 bits: the start address does not leave the lower word.
+__device__ __forceinline__ u64 step_on(u64 descriptor, u32 bytes) {
+  return with_lower(descriptor, static_cast<u32>(descriptor) + (bytes >> 4));
+}
+
+// By how much the descriptor of a stage's weight, from `column` of it on, is ahead of that of its x, from `row` on: so a loop
+// carries one of them. Both have rows of kSpan bytes, and their eighths are as far apart; only along N the slabs' distance
+// counts, which is in the lower word too.
+template <class Layout, bool kWeightAlongN>
+__device__ __forceinline__ u32 weight_ahead(int row, int column) {
+  constexpr u32 kSlabs = kWeightAlongN ? (kStageDepth * kSpan - 16) / 16 << 16 : 0;  // along K it is 16, as x's
+  return static_cast<u32>(Layout::kBytesX + (column - row) * kSpan) / 16 + kSlabs;
+}
+
+// Starts sum[i] (+)= rows [64 i, +64) of x times the weight, over one stage. x: its descriptor; the weight's is w_ahead
+// beyond. `accumulate`: false overwrites sum.
 template <class Element, int kBlockN, bool kWeightAlongN, int kRowTiles>
-__device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kBlockN / 2], u64 x, u64 w, bool accumulate) {
+__device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kBlockN / 2], u64 x, u32 w_ahead, bool accumulate) {
   constexpr Major kMajorW = kWeightAlongN ? Major::mn : Major::k;
   constexpr int kStepW = kWeightAlongN ? kStepDepth * kSpan : kStepDepth * 2;
+  const u64 w = with_lower(x, static_cast<u32>(x) + w_ahead);
 #pragma unroll
   for (int step = 0; step < kStageDepth / kStepDepth; ++step) {
 #pragma unroll
