@@ -22,8 +22,8 @@ from cki.device import DeviceInfo
 
 #: How tiles reach blocks: `Schedule` in cuda_src/attention/hopper/scheduler.cuh.
 SCHEDULES = ("single", "fixed", "dynamic")
-#: Part of L2 for keys and values that are to stay there while all row blocks of their heads pass.
-_L2_SHARE = 0.55
+#: Part of L2 for keys and values of a section, of tiles that differ in length and of others.
+_LIMITED_SHARE, _ALIKE_SHARE = 0.16, 0.08
 _REGISTER_FILE = 65536
 #: Query rows of a consumer warpgroup: the M of wgmma.
 GROUP_ROWS = 64
@@ -40,7 +40,7 @@ class HopperTiles:
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
     them.  rolled: boxes of a cache are copied in loops that are not unrolled; None for what suits the consumers.
-    section: (batch, head) pairs in a section, whole groups; None for `heads_per_section`."""
+    section: (batch, head) pairs in a section, whole groups; None for what `sections_of` finds."""
 
     consumers: int
     block_keys: int
@@ -161,24 +161,27 @@ def value_span(value_dim: int) -> int:
     return next(span for span in (128, 64, 32) if value_dim * 2 % span == 0)
 
 
-def heads_per_section(
-    kv_bytes: int, group: int, batch_heads: int, row_blocks: int, resident: int, device: DeviceInfo,
-    is_alike: bool = False,
-) -> int:  # fmt: skip
-    """(batch, head) pairs whose keys and values stay in L2 together: whole groups, all sections alike.
+def sections_of(
+    kv_bytes: int, group: int, batch_heads: int, row_blocks: int, resident: int, device: DeviceInfo, *,
+    is_alike: bool, wanted: int | None = None,
+) -> tuple[int, int]:  # fmt: skip
+    """((batch, head) pairs in a section, the number of the last section, which takes all that are left): whole groups.
 
-    kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  A section has
-    tiles for one and a half rounds of them at least, so that in the last one long causal tiles find short ones to end
-    with: a last section of fewer tiles than blocks costs half a long tile (4 % at 16 heads of 16384 tokens).
-    is_alike: all tiles have about as many keys, so that they need not.
+    kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  wanted: pairs,
+    instead of what is best.  A section's keys and values take a small part of L2: with 33 MB, 64 heads of 512 keys and
+    256 columns were read from memory in one burst and not at all in the next round, and the kernel took 1.03 to 1.2
+    times as long.
+    is_alike: all tiles have about as many keys.  Else the last section has tiles for one and a half rounds or 16 heads
+    at least, so that long causal tiles find short ones to end with: fewer cost half a long tile (4 % at 16 heads of
+    16384 tokens).
     """
     groups = batch_heads // group
-    fitting = int(device.l2_bytes * _L2_SHARE / max(kv_bytes, 1))
-    even = [size for size in range(1, groups + 1) if groups % size == 0]
-    balanced = [size for size in even if is_alike or 2 * size * group * row_blocks >= 3 * resident] or [
-        groups
-    ]
-    return group * max([size for size in balanced if size <= fitting], default=balanced[0])
+    share = _ALIKE_SHARE if is_alike else _LIMITED_SHARE
+    size = min(groups, max(1, int(device.l2_bytes * share / max(kv_bytes, 1))))
+    if wanted is not None:
+        size = min(groups, max(1, wanted // group))
+    last = 1 if is_alike else -(-min(3 * resident // 2, 16 * row_blocks) // (row_blocks * group))
+    return group * size, max(0, (groups - last) // size)
 
 
 #: Fewest queries for which the kernel is chosen whatever the number of keys: a tile has 64 rows at least.

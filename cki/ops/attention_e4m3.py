@@ -16,7 +16,7 @@ from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import padded
 from cki.heuristics.attention_e4m3 import MIN_QUERIES, PROMOTED_DIM, SLAB_KEYS, E4m3Tiles, choose_e4m3_tiles
-from cki.heuristics.attention_hopper import GROUP_ROWS, SCHEDULES, heads_per_section, key_span
+from cki.heuristics.attention_hopper import GROUP_ROWS, SCHEDULES, key_span, sections_of
 from cki.kernel import kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.attention_hopper import COUNTER, layout_obstacles
@@ -195,9 +195,10 @@ def plan_hopper_e4m3(
             f"attention: {work} tiles of queries", ["2**31 - 2**20 at most"], "a smaller batch"
         )
     blocks = work if tiles.schedule == "single" else min(work, device.sm_count)
-    section = heads_per_section(
-        keys * (head_dim + value_dim), group, batch * heads, row_blocks, device.sm_count, device
-    )
+    section = sections_of(
+        keys * (head_dim + value_dim), group, batch * heads, row_blocks, device.sm_count, device,
+        is_alike=not (features["kLimitLeft"] or features["kLimitRight"]), wanted=tiles.section,
+    )  # fmt: skip
     producer_registers, consumer_registers = tiles.register_shares()
     kernel = kernel_spec(
         "attention/hopper/attention_e4m3.cu", "attention_e4m3", _PARAMS, archs=(_ARCH,),
@@ -230,7 +231,7 @@ def plan_hopper_e4m3(
         *maps, counter, q, k, v, out, *pointers, *descales, *q.strides[:3], *k.strides[:3], *v.strides[:3],
         *out.strides, *(tensor.strides[0] if tensor else 0 for tensor in vectors), *descales.arguments()[3:],
         queries, keys, heads, group, head_dim, value_dim, *numbers,
-        row_blocks, batch * heads, section, section * row_blocks, work,
+        row_blocks, batch * heads, *section, work,
     )  # fmt: skip
     turn = kernel_spec(
         "attention/hopper/transpose_e4m3_values.cu", "transpose_e4m3_values", _TURN_PARAMS, archs=(_ARCH,),

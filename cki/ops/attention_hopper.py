@@ -24,9 +24,9 @@ from cki.heuristics.attention_hopper import (
     choose_few_rows,
     choose_hopper_tiles,
     choose_packed_tiles,
-    heads_per_section,
     key_span,
     packable_heads,
+    sections_of,
     value_span,
 )
 from cki.kernel import kernel_spec
@@ -220,16 +220,14 @@ def plan_hopper(
     resident = device.sm_count * tiles.blocks_per_sm
     blocks = work if tiles.schedule == "single" else min(work, resident)
     kv_bytes = part_keys * (head_dim + value_dim) * itemsize
-    section = tiles.section or heads_per_section(
-        kv_bytes,
-        group // tiles.heads,
-        head_tiles,
-        row_blocks,
-        resident,
-        device,
-        packed is None and 8 * queries <= keys,
-    )
-    order = row_blocks, head_tiles, section, section * row_blocks, work
+    # Packed sequences: tiles of all lengths.  Few queries over many keys see nearly all of them.
+    is_alike = packed is None and not (features["kLimitLeft"] or features["kLimitRight"])
+    is_alike |= packed is None and 8 * queries <= keys
+    sections = sections_of(
+        kv_bytes, group // tiles.heads, head_tiles, row_blocks, resident, device,
+        is_alike=is_alike, wanted=tiles.section,
+    )  # fmt: skip
+    order = row_blocks, head_tiles, *sections, work
     producer_registers, consumer_registers = tiles.register_shares(packed is not None)
     kernel = kernel_spec(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,

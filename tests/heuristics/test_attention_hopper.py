@@ -15,8 +15,8 @@ from cki.heuristics.attention_hopper import (
     HopperTiles,
     choose_few_rows,
     choose_hopper_tiles,
-    heads_per_section,
     key_span,
+    sections_of,
     tuning_candidates,
     value_span,
 )
@@ -147,15 +147,24 @@ def test_swizzles_divide_rows():
 
 
 def test_sections_hold_whole_groups():
+    """Of a device with 60 MiB of L2: 4.8 MiB of keys and values, 9.6 where tiles differ in length."""
     megabyte = 1 << 20
-    assert heads_per_section(megabyte, 4, 1024, 64, 132, DEVICE) == 32 * 4
-    assert heads_per_section(100 * megabyte, 4, 1000, 132, 132, DEVICE) == 4
-    assert heads_per_section(100 * megabyte, 1, 1000, 132, 132, DEVICE) == 2  # long tiles meet short ones
-    assert heads_per_section(8 * megabyte, 1, 16, 128, 132, DEVICE) == 4  # of 4 that fit
-    assert heads_per_section(megabyte, 1, 13, 128, 132, DEVICE) == 13  # no even part is large enough
-    assert heads_per_section(1, 1, 7, 1, 132, DEVICE) == 7
-    assert heads_per_section(2 * megabyte, 1, 128, 2, 132, DEVICE) == 128  # one and a half rounds
-    assert heads_per_section(2 * megabyte, 1, 128, 2, 132, DEVICE, is_alike=True) == 16  # what L2 holds
+
+    def found(*sizes: int, **options: Any) -> tuple[int, int]:
+        return sections_of(*sizes, 132, DEVICE, **{"is_alike": True, **options})
+
+    assert found(megabyte, 4, 1024, 64) == (4 * 4, 63)
+    assert found(megabyte, 1, 13, 128) == (4, 3)  # the last has one
+    assert found(100 * megabyte, 4, 1000, 132) == (4, 249)
+    assert found(1, 1, 7, 1) == (7, 0)
+    assert found(megabyte, 4, 1024, 64, wanted=30) == (28, 36)
+    limited = {"is_alike": False}
+    assert found(megabyte, 1, 128, 8, **limited) == (9, 12)  # the last has 20: at least 16
+    assert found(8 * megabyte, 1, 16, 128, **limited) == (
+        1,
+        14,
+    )  # the last has tiles for one and a half rounds
+    assert found(2 * megabyte, 1, 8, 4, **limited) == (4, 0)  # all in one
 
 
 @pytest.mark.parametrize("schedule", ["single", "fixed", "dynamic"])

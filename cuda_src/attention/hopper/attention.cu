@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const TableIndex* __restrict__ block_table, i64 q_offset_stride, i64 key_offset_stride, i64 table_batch,
     i64 table_column, int sequences, int blocks, int block_size, const u64* __restrict__ dropout_seed,
     const u64* __restrict__ dropout_offset, u32 dropout_threshold, float dropout_factor,  //
-    int row_blocks, int batch_heads, int section_heads, int section_tiles, int tiles,  //
+    int row_blocks, int batch_heads, int section_heads, int last_section, int tiles,  //
     int last_key_batch, int last_value_batch, int splits, int split_keys,  //
     const float* q_descale, const float* k_descale, const float* v_descale, i64 q_descale_batch, i64 q_descale_head,
     i64 k_descale_batch, i64 k_descale_head, i64 v_descale_batch, i64 v_descale_head) {
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   u64* const tails = reinterpret_cast<u64*>(smem + Layout::kTails);
   const Sequences packed{
       {cu_seqlens_q, q_offset_stride, sequences, query_length, 1}, key_offsets, key_offset_stride, key_length};
-  const WorkOrder order{row_blocks, heads / kPackedHeads, batch_heads, section_heads, section_tiles, tiles};
+  const WorkOrder order{row_blocks, heads / kPackedHeads, batch_heads, section_heads, last_section, tiles};
   auto work = [&] {
     if constexpr (kVarlen) {
       return PackedWork(packed, order, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers,

@@ -84,14 +84,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
     i64 k_descale_head, i64 v_descale_batch, i64 v_descale_head,                        //
     int query_length, int key_length, int heads, int group, int head_dim, int value_dim, int shift, int left, int right,
     float scale, float softcap, float softcap_rate,                                     //
-    int row_blocks, int batch_heads, int section_heads, int section_tiles, int tiles) {
+    int row_blocks, int batch_heads, int section_heads, int last_section, int tiles) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 128, 0);
 
   StageRing<kConsumers> query_ring(smem + Layout::kQueryRing);  // a stage for each consumer
   StageRing<kStages> key_ring(smem + Layout::kKeyRing), value_ring(smem + Layout::kValueRing);
-  const WorkOrder order{row_blocks, heads, batch_heads, section_heads, section_tiles, tiles};
+  const WorkOrder order{row_blocks, heads, batch_heads, section_heads, last_section, tiles};
   Work work(order, query_length, key_length, counter, smem + Layout::kWorkRing, smem + Layout::kWorkNumbers,
             smem + Layout::kWishRing);
   const Band band{key_length, shift, left, right};

@@ -1,9 +1,10 @@
 // Which block computes which tile of queries, and in what order.
 //
-// Work is numbered so that what runs at the same time shares keys and values in the L2 cache: heads come in sections
-// whose keys and values fit there together, and within a section the row blocks follow one another, all heads of a row
-// block before the next. With a limit on the right (causal) the row blocks with most keys come first, so that short ones
-// fill the gaps at the end.
+// Work is numbered so that what runs at the same time shares keys and values in the L2 cache: heads come in sections, and
+// within a section the row blocks follow one another, all heads of a row block before the next. A small section's keys and
+// values are read from memory evenly in time, and are still in the cache when its last row block comes. With a limit on the
+// right (causal) the row blocks with most keys come first, so that short ones fill the gaps at the end; for that the last
+// section may have more heads than the others.
 //
 // Three ways to hand the numbers out:
 //   single    a block for each number; the hardware starts them in order
@@ -48,15 +49,15 @@ struct WorkOrder {
   int heads;
   int batch_heads;    // batches times heads
   int section_heads;  // (batch, head) pairs in a section
-  int section_tiles;  // row_blocks times section_heads
+  int last_section;   // which takes all heads that are left
   int total;          // row_blocks times batch_heads
 
   template <bool kLongestFirst>
   __device__ __forceinline__ WorkTile tile(int number) const {
-    const int section = number / section_tiles;
+    const int section = min(number / (section_heads * row_blocks), last_section);
     const int first_head = section * section_heads;
-    const int heads_here = min(section_heads, batch_heads - first_head);
-    const int within = number - section * section_tiles;
+    const int heads_here = section < last_section ? section_heads : batch_heads - first_head;
+    const int within = number - first_head * row_blocks;
     const int row_block = within / heads_here;
     const int batch_head = first_head + within - row_block * heads_here;
     const int batch = batch_head / heads;
