@@ -63,6 +63,8 @@ def test_preempted_requests_begin_again_and_end_right(overlap: bool) -> None:
     check(engine, requests)
     assert sum(request.preemptions for request in requests) > 0
     assert requests[0].preemptions == 0  # the oldest never gives way
+    # What a request finds of its own, when it begins again, was no other request's.
+    assert not any(request.cached_tokens for request in requests)
 
 
 def test_requests_end_in_the_order_in_which_they_came_when_alike() -> None:
