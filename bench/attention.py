@@ -194,7 +194,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shape", action="append", help="BATCHxTOKENSxHEADSxHEAD_DIM[:causal]; may be repeated"
     )
-    parser.add_argument("--dtype", choices=sorted(TORCH), default="bf16", help="of the shapes given")
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(TORCH),
+        default="bf16",
+        help="of the shapes given; with --hopper of the grid",
+    )
     parser.add_argument("--all-tiles", action="store_true", help="time the other tile sizes too")
     parser.add_argument(
         "--hopper", action="store_true", help="check and time every variant of the Hopper kernel"
@@ -217,7 +222,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             attention_hopper.worker(kernels, options.variant)
         else:
             given = [(text, options.dtype) for text in options.shape or ()]
-            attention_hopper.run(given or attention_hopper.CELLS, options.chosen, options.variant)
+            name = "attention_hopper_f16" if not given and options.dtype == "f16" else "attention_hopper"
+            all_given = given or attention_hopper.cells(options.dtype)
+            attention_hopper.run(all_given, options.chosen, options.variant, name)
         return
     common.require_gpu()
     wanted = [(text, options.dtype) for text in options.shape] if options.shape else SHAPES

@@ -2,6 +2,7 @@
 
     python bench/attention.py --hopper                                 # all cells, about 8 minutes on an H200
     python bench/attention.py --hopper --chosen                        # the heuristics' choices alone, 2 minutes
+    python bench/attention.py --hopper --chosen --dtype f16            # in f16: results/attention_hopper_f16.csv
     python bench/attention.py --hopper --shape 2x8192x16x128:causal --dtype bf16
     python bench/attention.py --hopper --variant block_keys=112   # the choices, beside them with a field changed
 
@@ -48,18 +49,15 @@ from cki.ops.attention import plan_attention
 
 DIMS = (64, 128, 256)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
-#: 16384 tokens of width 2048 in bf16, then BERT-large at 4 sequences in f16.
-CELLS = (
-    *(
-        (f"{16384 // n}x{n}x{2048 // d}x{d}{c}", "bf16")
-        for d in DIMS
-        for c in ("", ":causal")
-        for n in TOKENS
-    ),
-    *((f"4x{n}x16x64", "f16") for n in (128, 512, 1024, 2048, 4096)),
-)
 SILENCE_SECONDS = 60
 ROUNDS = 20
+
+
+def cells(dtype: str = "bf16") -> list[tuple[str, str]]:
+    """(shape, dtype): 16384 tokens of width 2048, then in f16 BERT-large at 4 sequences."""
+    grid = [(d, c, n) for d in DIMS for c in ("", ":causal") for n in TOKENS]
+    found = [(f"{16384 // n}x{n}x{2048 // d}x{d}{c}", dtype) for d, c, n in grid]
+    return found + [(f"4x{n}x16x64", "f16") for n in (128, 512, 1024, 2048, 4096)]
 
 
 def with_field(tiles: HopperTiles, text: str) -> HopperTiles:
@@ -284,8 +282,13 @@ def comparison(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False, variants: Sequence[str] = ()) -> None:
-    """Checks, times, writes the CSV after every shape, prints the summary.
+def run(
+    wanted: Sequence[tuple[str, str]],
+    only_chosen: bool = False,
+    variants: Sequence[str] = (),
+    name: str = "attention_hopper",
+) -> None:
+    """Checks, times, writes the CSV of that name after every shape, prints the summary.
 
     only_chosen: the heuristics' choice alone, or with `variants` of it."""
     common.require_gpu()
@@ -305,6 +308,6 @@ def run(wanted: Sequence[tuple[str, str]], only_chosen: bool = False, variants: 
         names = [kernel.name for kernel in kernels[text, dtype] if kernel.distinct in good]
         rows += measure(text, dtype, names, variants, with_generic=not (only_chosen or variants))
         with contextlib.redirect_stdout(io.StringIO()):  # the table grows with every shape
-            common.write_csv("attention_hopper", rows)
+            common.write_csv(name, rows)
         print(f"measured {text} {dtype}", flush=True)
     print("\n".join((comparison(rows) if variants else []) + summary(rows)))

@@ -20,12 +20,12 @@ def test_candidates_begin_with_the_heuristics_choice(hopper):
     names = list(hopper.candidates(shape))
     assert names[0] == "hopper 128 rows x 128 keys, 2 stages, dynamic, ping-pong"
     assert {"single", "fixed", "dynamic"} <= {word for name in names for word in name.split(", ")}
-    assert len(hopper.CELLS) == len(set(hopper.CELLS)) == 41
+    assert len(hopper.cells()) == len(set(hopper.cells())) == 41
 
 
 def test_every_cell_has_candidates_and_few_kernels(hopper):
     kernels = set()
-    for text, dtype in hopper.CELLS:
+    for text, dtype in hopper.cells():
         shape = hopper.attention.parse(text, dtype)
         found = hopper.candidates(shape)
         assert 4 <= len(found) <= 12
