@@ -2,8 +2,8 @@
 
     python bench/plot.py [FOLDER]
 
-One group of bars a problem (op, shape, dtype), one bar an implementation.  The length is TFLOP/s where every row
-has it, else GB/s where every row has it, else microseconds.  GPU and commit stand in the title.
+One group of bars a problem (op, shape, dtype), one bar an implementation.  The length is a perplexity or TFLOP/s where
+every row has it, else GB/s where every row has it, else microseconds.  GPU and commit stand in the title.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 METRICS = (
+    ("perplexity", "perplexity, lower is better"),
     ("tflop_per_s", "TFLOP/s, longer is better"),
     ("gb_per_s", "GB/s, longer is better"),
     ("median_us", "microseconds, shorter is better"),
