@@ -12,16 +12,7 @@
 // product runs, and packs the new weights P when it has ended: the tensor core works during the exponentials. With
 // kPingPong the warpgroups take turns at starting products (named barriers), so that one's softmax runs beside
 // another's products.
-//
-// Packed sequences: row blocks begin at their sequence's first token, and so do tiles of keys. A tile that reaches past the
-// sequence's end holds the next one's rows, hidden keys like any other. A cache's blocks come as TMA boxes, those past the
-// end as zeros; its unused slots may hold anything, so the producer zeroes their values before it hands them over.
-//
-// Few queries (kPackedHeads > 1): all or some query heads of a KV head are rows of one tile, so keys are read once for them.
-// kSplitKeys: `splits` parts of split_keys keys each are batches of their own, [batch, part], whose results are fp32 and are
-// merged by the launch after this one (kv/merge_states.cu).
-// kDescaled: Element f16 holds codes of e4m3, whose descales go into the scale and the end.  Registers a thread: S
-// kBlockKeys/2, P kBlockKeys/4, O kValueDim/2.
+// Registers a thread: S kBlockKeys/2, P kBlockKeys/4, O kValueDim/2. configuration.cuh says what the kinds of keys are.
 #include "attention/hopper/configuration.cuh"
 #include "attention/hopper/descales.cuh"
 #include "attention/hopper/drop_weights.cuh"
@@ -29,6 +20,7 @@
 #include "attention/hopper/finish_logits.cuh"
 #include "attention/hopper/products.cuh"
 #include "attention/hopper/repair.cuh"
+#include "attention/hopper/scores_again.cuh"
 #include "attention/hopper/shared_tiles.cuh"
 #include "attention/hopper/softmax.cuh"
 #include "attention/logits.cuh"
@@ -247,7 +239,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   };
   Dropout dropout{};
   if constexpr (kDropout) dropout = {*dropout_seed, static_cast<u32>(*dropout_offset), dropout_threshold};
-  const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * QueryTile::kBytes);
+  const unsigned char* const own_queries = smem + Layout::kQueries + consumer * QueryTile::kBytes;
+  const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(own_queries);
   const u64 keys_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kKeys);
   const u64 values_at = wgmma_descriptor_mn_major<kValueSpan>(smem + Layout::kValues, ValueTile::kSlabBytes);
   const auto start_keys = [&](auto& scores) {
@@ -290,10 +283,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   };
   // S of `tile` and its softmax, beside the values of the tile before. Where the wait for these stands decides the speed: in
   // front of the softmax they would no longer run beside it, behind it the packing of weights would stand alone, while the
-  // special function unit idles. ptxas places it by its basic blocks: a branch among the exponentials keeps it there.
+  // special function unit idles. ptxas places it by its basic blocks: the branch among the exponentials keeps it there.
   const auto step = [&](float(&scores)[kBlockKeys / 2], Rows& rows, const Band& band, auto band_test, int tile,
                         bool is_last) {
     constexpr bool kBandTest = decltype(band_test)::kValue;
+    using Softmax = typename SoftmaxOf<kBandTest>::Type;
     key_ring.wait_full();
     turns.take();
     ptx::wgmma_fence();
@@ -305,23 +299,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const DroppedWeights<kBlockKeys> dropped(dropout, tile, rows.query);
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_fence_registers(scores);
-    key_ring.release();
+    if constexpr (!Softmax::kReadsKeysAgain) key_ring.release();
     finish_scores<Features, kBandTest>(scores, rows.query, tile * kBlockKeys, band, rules);
-    LazySoftmax<kBandTest || kBias || kMask, kScaleFirst, kAhead, kBlockKeys / 2> softmax(scores, rows.softmax,
-                                                                                          exponent_factor);
-    softmax.begin([&](const float(&correction)[2]) {
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_fence_registers(rows.output);
-      scale_rows(rows.output, correction);
-    });
-    softmax.template take<kAhead, kBeforeValues>();
-    if (is_last) query_ring.release_own();  // the branch: after the last scores the queries of the next tile may come
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_fence_registers(rows.output);
+    Softmax softmax(scores, rows.softmax, exponent_factor);
+    const auto rescale = [&](const float(&correction)[2]) { rows.rescale(correction); };
+    const auto scores_again = [&](auto& again, const bool(&wanted)[2]) {
+      const unsigned char* const keys = smem + Layout::kKeys + key_ring.stage * KeyTile::kBytes;
+      multiply_keys_again<Element, QueryTile, KeyTile, kHeadDim>(again, wanted, own_queries, keys);
+      finish_scores<Features, kBandTest>(again, rows.query, tile * kBlockKeys, band, rules, wanted);
+    };
+    const auto pack = [&] {
+      pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return dropped.kept(i, softmax.taken(i)); });
+    };
+    softmax.begin(rescale);
+    softmax.template take<Softmax::kAhead, kBeforeValues>();
+    if (is_last) softmax.template part<kBeforeValues>([&] { query_ring.release_own(); });
+    rows.wait_for_output();
     value_ring.release();
     softmax.template take<kBeforeValues, kBlockKeys / 2>();
+    pack();
+    if constexpr (Softmax::kReadsKeysAgain) {
+      if (softmax.settle(scores_again, rescale)) pack();
+      key_ring.release();
+      if (is_last) query_ring.release_own();
+    }
     softmax.finish();
-    pack_weights<Element, kWeightSteps>(rows.weights, [&](int i) { return dropped.kept(i, softmax.taken(i)); });
   };
 
   // Of a row, which is a query, or with packed heads one head of a query.
@@ -453,8 +455,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         value_ring.wait_full();
         start_values(rows);
         finish_softmax();
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_fence_registers(rows.output);
+        rows.wait_for_output();
         value_ring.release();
       } else {
         finish_softmax();
@@ -467,8 +468,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       start_values(rows);
       look_ahead();  // beside the product, and so is the end of the softmax
       finish_softmax();
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_fence_registers(rows.output);
+      rows.wait_for_output();
       value_ring.release();
     }
     store_output();

@@ -1,17 +1,29 @@
 // What follows from the constants that attention.cu is compiled with (its prelude): sizes, tiles, the layout of shared
 // memory, and what a consumer keeps.
+//
+// Packed sequences: row blocks begin at their sequence's first token, and so do tiles of keys. A tile that reaches past the
+// sequence's end holds the next one's rows, hidden keys like any other. A cache's blocks come as TMA boxes, those past the
+// end as zeros; its unused slots may hold anything, so the producer zeroes their values before it hands them over.
+//
+// Few queries (kPackedHeads > 1): all or some query heads of a KV head are rows of one tile, so keys are read once for them.
+// kSplitKeys: `splits` parts of split_keys keys each are batches of their own, [batch, part], whose results are fp32 and are
+// merged by the launch after this one (kv/merge_states.cu).
+// kDescaled: Element f16 holds codes of e4m3, whose descales go into the scale and the end.
 #pragma once
 
+#include "attention/hopper/checked_softmax.cuh"
 #include "attention/hopper/consumer.cuh"
 #include "attention/hopper/key_range.cuh"
 #include "attention/hopper/packed_work.cuh"
 #include "attention/hopper/scheduler.cuh"
 #include "attention/hopper/shared_tiles.cuh"
+#include "attention/hopper/softmax.cuh"
 #include "attention/logits.cuh"
 #include "attention/paged_tile.cuh"
 #include "common/key_band.cuh"
 #include "common/online_softmax.cuh"
 #include "common/types.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace cki::attention {
 
@@ -52,6 +64,19 @@ static_assert(!kVarlen || !(kBias || kMask), "bias and mask have no packed form"
 static_assert(!kSplitKeys || !(kVarlen || kDropout), "parts of keys are of dense tensors, and their keys count from 0");
 static_assert(kVarlen || !kPaged, "paged keys belong to packed queries");
 
+// Whether logits are products of queries and keys and nothing else.
+constexpr bool kIsPlain = !(kSoftcap || kAlibi || kBias || kMask || kScaleFirst || kDropout);
+// The softmax of all tiles of keys but a row block's first. kBandTest: some rows do not see all of the tile. The same rule for
+// all tiles, since it depends on a row's neighbours whether they are tested.
+template <bool kBandTest, bool kIsChecked = kIsPlain>
+struct SoftmaxOf {
+  using Type = LazySoftmax<kBandTest || kBias || kMask, kScaleFirst, kAhead, kBlockKeys / 2>;
+};
+template <bool kBandTest>
+struct SoftmaxOf<kBandTest, true> {
+  using Type = CheckedSoftmax<kBandTest, kBlockKeys / 2>;
+};
+
 using Band = KeyBand<kLimitLeft, kLimitRight>;
 using Range = KeyRange<kBlockKeys>;
 using QueryTile = SlabTile<kGroupRows, kHeadDim, kKeySpan>;
@@ -73,6 +98,15 @@ struct Rows {
   SoftmaxRow softmax[2];
   QueryRow<BiasElement> query[2];
 
+  // Ends the product that adds to the output.
+  __device__ __forceinline__ void wait_for_output() {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_fence_registers(output);
+  }
+  __device__ __forceinline__ void rescale(const float (&correction)[2]) {
+    wait_for_output();
+    scale_rows(output, correction);
+  }
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) output[i] = 0.0f;

@@ -98,12 +98,15 @@ __device__ __forceinline__ void finish_logits(float (&scores)[kCount], int r, in
   }
 }
 
-// Both rows of a lane.
+// Both rows of a lane, or those that are wanted.
 template <class Features, bool kBandTest, class Band, class BiasElement, int kCount>
 __device__ __forceinline__ void finish_scores(float (&scores)[kCount], const QueryRow<BiasElement> (&rows)[2],
-                                              int first_key, const Band& band, const LogitRules& rules) {
+                                              int first_key, const Band& band, const LogitRules& rules,
+                                              const bool (&wanted)[2] = {true, true}) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) finish_logits<Features, kBandTest>(scores, r, first_key, rows[r], band, rules);
+  for (int r = 0; r < 2; ++r) {
+    if (wanted[r]) finish_logits<Features, kBandTest>(scores, r, first_key, rows[r], band, rules);
+  }
 }
 
 }  // namespace cki::attention

@@ -103,8 +103,11 @@ __device__ __forceinline__ void take_tile(float (&scores)[kCount], SoftmaxRow (&
 //
 // The first kAhead weights are computed by the references as they are, beside the search for the largest scores, which
 // would leave the special function unit idle; they are computed again when a reference moves.
-template <bool kMayHide, bool kExact, int kAhead, int kCount, class Weights = PlainWeights>
+template <bool kMayHide, bool kExact, int kAheadCount, int kCount, class Weights = PlainWeights>
 struct LazySoftmax {
+  static constexpr bool kReadsKeysAgain = false;
+  static constexpr int kAhead = kAheadCount;
+
   float (&scores)[kCount];
   SoftmaxRow (&rows)[2];
   const float exponent_scale;
@@ -158,6 +161,12 @@ struct LazySoftmax {
     }
     // ptxas would sink these additions behind the next branch, where they cost time.
     if constexpr (Weights::kSummed) ptx::wgmma_fence_registers(added);
+  }
+
+  // In a branch among them: release() says that queries are not needed any more.
+  template <int, class Release>
+  __device__ __forceinline__ void part(Release release) const {
+    release();
   }
 
   // Weight i of those that have been taken. The first stay apart from the scores: accumulators that change their place
