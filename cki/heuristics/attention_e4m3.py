@@ -19,6 +19,8 @@ from cki.device import DeviceInfo
 from cki.heuristics.attention_hopper import MIN_QUERIES as MIN_QUERIES
 from cki.heuristics.attention_hopper import HopperTiles, key_span
 
+#: Fewest queries for which codes are converted to f16 for the 16-bit kernel, where this one does not serve a call.
+MIN_CONVERTED = 128
 #: Value columns of which a thread has registers for two sets of sums: those of the tiles in flight, and all.
 PROMOTED_DIM = 128
 #: Columns of ones beside the values.

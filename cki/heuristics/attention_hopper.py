@@ -22,8 +22,8 @@ from cki.device import DeviceInfo
 
 #: How tiles reach blocks: `Schedule` in cuda_src/attention/hopper/scheduler.cuh.
 SCHEDULES = ("single", "fixed", "dynamic")
-#: Part of L2 for keys and values of a section, of tiles that differ in length and of others.
-_LIMITED_SHARE, _ALIKE_SHARE = 0.16, 0.08
+#: Part of L2 for keys and values of a section: of tiles that differ in length, of others, and of packed sequences.
+_LIMITED_SHARE, _ALIKE_SHARE, _PACKED_SHARE = 0.16, 0.025, 0.55
 _REGISTER_FILE = 65536
 #: Query rows of a consumer warpgroup: the M of wgmma.
 GROUP_ROWS = 64
@@ -89,12 +89,13 @@ class HopperTiles:
 
     def copying_warps(self, copies: int) -> int:
         """`copy_warps`, or its default for so many TMA boxes a tile of keys; 0: keys are not in a cache."""
-        return self.copy_warps or (2 if copies and self.copies_in_loops else 1)
+        return self.copy_warps or (
+            2 if (copies and self.consumers == 3) or self.copies_in_loops(copies) else 1
+        )
 
-    @property
-    def copies_in_loops(self) -> bool:
-        """`rolled`, or its default: three consumers, measured at head dimension 64."""
-        return self.consumers == 3 if self.rolled is None else self.rolled
+    def copies_in_loops(self, copies: int) -> bool:
+        """`rolled`, or its default: two consumers and eight boxes, measured at head dimension 128."""
+        return self.consumers == 2 and copies >= 8 if self.rolled is None else self.rolled and copies > 0
 
     def register_shares(self, packed: bool = False) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched.
@@ -163,20 +164,21 @@ def value_span(value_dim: int) -> int:
 
 def sections_of(
     kv_bytes: int, group: int, batch_heads: int, row_blocks: int, resident: int, device: DeviceInfo, *,
-    is_alike: bool, wanted: int | None = None,
+    is_alike: bool, is_packed: bool = False, wanted: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """((batch, head) pairs in a section, the number of the last section, which takes all that are left): whole groups.
 
     kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  wanted: pairs,
-    instead of what is best.  A section's keys and values take a small part of L2: with 33 MB, 64 heads of 512 keys and
-    256 columns were read from memory in one burst and not at all in the next round, and the kernel took 1.03 to 1.2
-    times as long.
+    instead of what is best.  is_packed: a head's tiles are those of all sequences.
+
+    A section's keys and values take a small part of L2: with 33 MB, 64 heads of 512 keys and 256 columns were read from
+    memory in one burst and not at all in the next round, and the kernel took 1.03 to 1.2 times as long.
     is_alike: all tiles have about as many keys.  Else the last section has tiles for one and a half rounds or 16 heads
     at least, so that long causal tiles find short ones to end with: fewer cost half a long tile (4 % at 16 heads of
     16384 tokens).
     """
     groups = batch_heads // group
-    share = _ALIKE_SHARE if is_alike else _LIMITED_SHARE
+    share = _ALIKE_SHARE if is_alike else _PACKED_SHARE if is_packed else _LIMITED_SHARE
     size = min(groups, max(1, int(device.l2_bytes * share / max(kv_bytes, 1))))
     if wanted is not None:
         size = min(groups, max(1, wanted // group))

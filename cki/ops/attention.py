@@ -24,6 +24,7 @@ from cki.ops.attention_e4m3 import (
     NO_DESCALES,
     Descales,
     as_e4m3,
+    converts,
     descales_of,
     plan_codes_to_f16,
     plan_hopper_e4m3,
@@ -257,7 +258,7 @@ def plan_attention(
         rows = packed.typical_queries * pack
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
-    if tiles is None and (dropout is None or descales is None):
+    if tiles is None:
         choice = {
             # By what is asked, or by what limits hide: a limit that hides nothing costs nothing.
             "has_limits": causal or max(window) >= 0
@@ -266,15 +267,16 @@ def plan_attention(
             "is_plain": not scale_first and mask is None,
             "any_length": deterministic,
         }
-        if descales is not None:
-            if bias is None and mask is None and packed is None:
-                limited, any_length = choice["has_limits"], choice["any_length"]
-                tiles = preferred_e4m3(q, k, v, device, has_limits=limited, any_length=any_length)
-        elif packed is None:
-            may_split = dropout is None
-            tiles = preferred(q, k, v, bias, mask, device=device, may_split=may_split, **choice)
-        else:
-            tiles = preferred_packed(q, k, v, packed, device=device, **choice)
+        if descales is not None and not (bias or mask or packed or dropout):
+            limited, any_length = choice["has_limits"], choice["any_length"]
+            tiles = preferred_e4m3(q, k, v, device, has_limits=limited, any_length=any_length)
+        if tiles is None and (descales is None or converts(queries, packed, deterministic)):
+            by_q, by_k, by_v = (q, k, v) if descales is None else plan_codes_to_f16(q, k, v)[1]
+            if packed is None:
+                may_split = dropout is None
+                tiles = preferred(by_q, by_k, by_v, bias, mask, device=device, may_split=may_split, **choice)
+            else:
+                tiles = preferred_packed(by_q, by_k, by_v, packed, device=device, **choice)
         if tiles is not None and dropout is not None:
             tiles = tiles_with_dropout(tiles, padded(value_dim), packed is not None)
     # The generic kernel takes descales of either sign and 0: it multiplies before it looks for the largest.

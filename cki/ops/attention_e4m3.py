@@ -15,11 +15,19 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import padded
-from cki.heuristics.attention_e4m3 import MIN_QUERIES, PROMOTED_DIM, SLAB_KEYS, E4m3Tiles, choose_e4m3_tiles
+from cki.heuristics.attention_e4m3 import (
+    MIN_CONVERTED,
+    MIN_QUERIES,
+    PROMOTED_DIM,
+    SLAB_KEYS,
+    E4m3Tiles,
+    choose_e4m3_tiles,
+)
 from cki.heuristics.attention_hopper import GROUP_ROWS, SCHEDULES, key_span, sections_of
 from cki.kernel import kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.attention_hopper import COUNTER, layout_obstacles
+from cki.ops.packed_sequences import PackedSequences
 from cki.ops.spec import Input, Problem
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
 
@@ -254,6 +262,16 @@ def plan_hopper_e4m3(
             programmatic=True, reason=f"e4m3 wgmma and TMA, {tiles}",
         ),
     )  # fmt: skip
+
+
+def converts(queries: int, packed: PackedSequences | None, any_length: bool) -> bool:
+    """Whether what the e4m3 kernel does not serve goes to the 16-bit Hopper kernel, converted: not the keys of a cache,
+    of which a call may read few, and not for few queries, which do not pay for the conversion of all keys."""
+    if packed is not None:
+        if packed.block_table is not None:
+            return False
+        queries = packed.typical_queries
+    return any_length or queries >= MIN_CONVERTED
 
 
 def plan_codes_to_f16(

@@ -225,19 +225,20 @@ def plan_hopper(
     is_alike |= packed is None and 8 * queries <= keys
     sections = sections_of(
         kv_bytes, group // tiles.heads, head_tiles, row_blocks, resident, device,
-        is_alike=is_alike, wanted=tiles.section,
+        is_alike=is_alike, is_packed=packed is not None, wanted=tiles.section,
     )  # fmt: skip
     order = row_blocks, head_tiles, *sections, work
+    copies = tiles.block_keys // box_keys if is_paged else 0
     producer_registers, consumer_registers = tiles.register_shares(packed is not None)
     kernel = kernel_spec(
         "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kPackedHeads=tiles.heads,
-        kCopyWarps=tiles.copying_warps(tiles.block_keys // box_keys if is_paged else 0),
+        kCopyWarps=tiles.copying_warps(copies),
         kSplitKeys=parts > 1, Result=out.dtype,
         kBlockKeys=tiles.block_keys, kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
         kBeforeValues=tiles.weights_before_values,
-        kRolled=is_paged and tiles.copies_in_loops, kWholeBlocks=is_paged and k.shape[1] == box_keys,
+        kRolled=tiles.copies_in_loops(copies), kWholeBlocks=is_paged and k.shape[1] == box_keys,
         kUnitColumns=packed is not None and packed.has_unit_columns,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,

@@ -70,7 +70,9 @@ def test_tiles_fit_shared_memory_and_registers():
 
 def test_two_warps_copy_for_three_consumers_of_a_cache():
     assert [HopperTiles(3, 128).copying_warps(copies) for copies in (0, 1, 8)] == [1, 2, 2]
-    assert HopperTiles(2, 128).copying_warps(8) == 1
+    assert [HopperTiles(2, 128).copying_warps(copies) for copies in (0, 1, 2, 8)] == [1, 1, 1, 2]
+    assert [HopperTiles(n, 128).copies_in_loops(8) for n in (1, 2, 3)] == [False, True, False]
+    assert not HopperTiles(2, 128, rolled=True).copies_in_loops(0)
     assert HopperTiles(2, 128, copy_warps=2).copying_warps(1) == 2
 
 
@@ -147,14 +149,14 @@ def test_swizzles_divide_rows():
 
 
 def test_sections_hold_whole_groups():
-    """Of a device with 60 MiB of L2: 4.8 MiB of keys and values, 9.6 where tiles differ in length."""
+    """Of a device with 60 MiB of L2: 1.5 MiB of keys and values, 9.6 where tiles differ in length."""
     megabyte = 1 << 20
 
     def found(*sizes: int, **options: Any) -> tuple[int, int]:
         return sections_of(*sizes, 132, DEVICE, **{"is_alike": True, **options})
 
-    assert found(megabyte, 4, 1024, 64) == (4 * 4, 63)
-    assert found(megabyte, 1, 13, 128) == (4, 3)  # the last has one
+    assert found(megabyte // 4, 4, 1024, 64) == (6 * 4, 42)
+    assert found(megabyte // 4, 1, 13, 128) == (6, 2)  # the last has one
     assert found(100 * megabyte, 4, 1000, 132) == (4, 249)
     assert found(1, 1, 7, 1) == (7, 0)
     assert found(megabyte, 4, 1024, 64, wanted=30) == (28, 36)
@@ -165,6 +167,7 @@ def test_sections_hold_whole_groups():
         14,
     )  # the last has tiles for one and a half rounds
     assert found(2 * megabyte, 1, 8, 4, **limited) == (4, 0)  # all in one
+    assert found(2 * megabyte, 1, 32, 90, **limited, is_packed=True) == (16, 1)
 
 
 @pytest.mark.parametrize("schedule", ["single", "fixed", "dynamic"])

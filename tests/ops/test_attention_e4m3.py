@@ -18,7 +18,7 @@ from cki.heuristics.attention_e4m3 import E4m3Tiles
 from cki.heuristics.attention_hopper import HopperTiles
 from cki.operand import dense
 from cki.ops import varlen
-from cki.ops.attention import ATTENTION, OPTIONS, plan_attention
+from cki.ops.attention import ATTENTION, OPTIONS, PackedSequences, plan_attention
 from cki.ops.attention_dropout import dropout_of
 from cki.ops.attention_e4m3 import Descales, descales_of, values_workspace
 from cki.ops.attention_hopper import workspace_of
@@ -430,10 +430,16 @@ def plan(device: Any, shape: tuple[int, ...] = (2, 512, 8, 128), **options: Any)
 def test_which_kernel():
     hopper, ampere = sim_device("sm_90a"), sim_device("sm_80")
     assert [step.kernel.entry for step in plan(hopper)] == ["transpose_e4m3_values", "attention_e4m3"]
-    for steps in (plan(ampere), plan(hopper, (2, 512, 8, 40)), plan(hopper, (2, 32, 8, 128))):
+    for steps in (plan(ampere), plan(ampere, (2, 512, 8, 40)), plan(hopper, (2, 32, 8, 128))):
         assert [step.kernel.entry for step in steps] == ["attention"]
     mask = dense("mask", (1, 1, 512, 512), dtypes.bool_)
-    assert [step.kernel.entry for step in plan(hopper, mask=mask)] == ["attention"]
+    for steps in (plan(hopper, (2, 512, 8, 40)), plan(hopper, mask=mask)):
+        entries = [step.kernel.entry for step in steps]
+        assert (entries[0], entries[-1]) == ("codes_to_f16", "attention_hopper")
+    lengths, table = dense("lengths", (2,), dtypes.i32), dense("table", (2, 64), dtypes.i32)
+    for block_table, entry in ((None, "attention_hopper"), (table, "attention")):
+        packed = PackedSequences(dense("offsets", (3,), dtypes.i32), lengths, block_table, 512)
+        assert plan(hopper, (1, 1024, 8, 128), packed=packed)[-1].kernel.entry == entry
     with pytest.raises(UnsupportedError, match="multiple of 16"):
         plan(hopper, (2, 512, 8, 40), tiles=E4m3Tiles(2, 128))
     assert E4m3Tiles(2, 128).shared_memory(128, 128) < HopperTiles(2, 128).shared_memory(128, 128)
