@@ -239,8 +239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
   };
   Dropout dropout{};
   if constexpr (kDropout) dropout = {*dropout_seed, static_cast<u32>(*dropout_offset), dropout_threshold};
-  const unsigned char* const own_queries = smem + Layout::kQueries + consumer * QueryTile::kBytes;
-  const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(own_queries);
+  const u64 queries_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kQueries + consumer * QueryTile::kBytes);
   const u64 keys_at = wgmma_descriptor_k_major<kKeySpan>(smem + Layout::kKeys);
   const u64 values_at = wgmma_descriptor_mn_major<kValueSpan>(smem + Layout::kValues, ValueTile::kSlabBytes);
   const auto start_keys = [&](auto& scores) {
@@ -304,8 +303,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     Softmax softmax(scores, rows.softmax, exponent_factor);
     const auto rescale = [&](const float(&correction)[2]) { rows.rescale(correction); };
     const auto scores_again = [&](auto& again, const bool(&wanted)[2]) {
-      const unsigned char* const keys = smem + Layout::kKeys + key_ring.stage * KeyTile::kBytes;
-      multiply_keys_again<Element, QueryTile, KeyTile, kHeadDim>(again, wanted, own_queries, keys);
+      const unsigned char *queries = smem + Layout::kQueries, *keys = smem + Layout::kKeys;
+      multiply_keys_again<Element, QueryTile, KeyTile, kHeadDim>(
+          again, wanted, queries + consumer * QueryTile::kBytes, keys + key_ring.stage * KeyTile::kBytes);
       finish_scores<Features, kBandTest>(again, rows.query, tile * kBlockKeys, band, rules, wanted);
     };
     const auto pack = [&] {

@@ -9,6 +9,7 @@
 #include "common/swizzle.cuh"
 #include "common/types.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace cki::attention {
 
@@ -24,7 +25,10 @@ __device__ __forceinline__ const unsigned char* piece_of(const unsigned char* ti
 template <class Element, class QueryTile, class KeyTile, int kHeadDim, int kCount>
 __device__ __forceinline__ void multiply_keys_again(float (&scores)[kCount], const bool (&wanted)[2],
                                                     const unsigned char* queries, const unsigned char* keys) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  // An opaque copy: else what depends on the lane is kept in registers through the main loop, which has none to spare.
+  u32 opaque[1] = {threadIdx.x % 128};
+  ptx::wgmma_fence_registers(opaque);
+  const int lane = static_cast<int>(opaque[0]) % 32, warp = static_cast<int>(opaque[0]) / 32;
 #pragma unroll
   for (int block = 0; block < kCount / 4; ++block) {  // of eight keys
     float sums[4] = {};
