@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from cki.adapters import gradient
+from cki.adapters.tf_types import as_tensor_or_variable
 from cki.ops.spec import OpSpec
 
 
@@ -93,6 +94,19 @@ def gradients(
 
 #: What to do where no gradient is meant.
 MEANT = "tf.stop_gradient on the arguments says that none is meant"
+
+
+def is_recorded(variables: Sequence[Any]) -> bool:
+    """Whether a tape would have gradients of these trainable variables, had TensorFlow read them now."""
+    from tensorflow.python import pywrap_tfe
+    from tensorflow.python.eager import record, tape
+
+    if not record.could_possibly_record():
+        return False
+    plain = [as_tensor_or_variable(variable) for variable in variables]
+    for variable in plain:
+        tape.variable_accessed(variable)
+    return bool(pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop([variable.handle for variable in plain]))
 
 
 def _is_saving() -> bool:

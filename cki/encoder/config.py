@@ -50,6 +50,8 @@ class Settings:
     def __init__(self, config: Any, given: Mapping[str, Any], problems: Problems) -> None:
         self._config = config
         self._problems = problems
+        if isinstance(config, (str, bytes, int, float, list, tuple)):
+            problems.note_type(f"config is a {type(config).__name__}, not a configuration or the dict of one")
         self.pre_ln: bool | None = given["pre_ln"]
         if self.pre_ln is not None and not isinstance(self.pre_ln, bool):
             problems.note_type(f"pre_ln is {self.pre_ln!r}, not a bool")

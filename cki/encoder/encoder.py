@@ -19,6 +19,7 @@ from cki import dtypes
 from cki.adapter import adapter_of
 from cki.encoder.config import EncoderConfig
 from cki.encoder.forward import Forward
+from cki.encoder.gradient import refuse_recording
 from cki.encoder.prepare import fuse_post_norms, prepare_layer
 from cki.encoder.weights import EncoderWeights, read_weights
 from cki.errors import InvalidArgumentError, InvalidTypeError
@@ -46,7 +47,12 @@ class Encoder:
     """
 
     def __init__(self, weights: EncoderWeights) -> None:
+        if not isinstance(weights, EncoderWeights):
+            raise InvalidTypeError(
+                f"weights is a {type(weights).__name__}", hint="cki.Encoder.from_weights(state_dict, config)"
+            )
         self.config: EncoderConfig = weights.config
+        self._trainable = weights.trainable
         self._tensors = weights.tensors
         self._views = weights.views
         self._spec = encoder_spec(self.config.layers)
@@ -78,6 +84,8 @@ class Encoder:
         dtype: converts every weight to this type, into new memory; None uses them as they are.
         ignore: beginnings of names to leave out.  Heads and poolers are left out by themselves.
 
+        Weights that are trained (torch's parameters, trainable variables) are detached: a call raises UnsupportedError
+        while gradients of them are being recorded.
         Raises InvalidArgumentError with every missing, unexpected, wrongly shaped or wrongly typed weight and every
         other rule that is broken; InvalidTypeError where an argument's type is wrong, and for what is no state dict.
         """
@@ -202,7 +210,7 @@ class Encoder:
         views = {role: self._views[role] for role in tensors if tensors[role] is self._tensors.get(role)}
         for role in tensors.keys() - views.keys():
             views[role] = adapter_of(tensors[role], role).view(tensors[role])
-        made = Encoder(EncoderWeights(replace(c, folded=fold), tensors, views))
+        made = Encoder(EncoderWeights(replace(c, folded=fold), tensors, views, self._trainable))
         made._is_prepared = True
         return made
 
@@ -239,6 +247,8 @@ class Encoder:
         )  # fmt: skip
 
     def _run(self, inputs: tuple[Any, ...], attributes: tuple[Any, ...], out: Any, stream: Any) -> Any:
+        if self._trainable:
+            refuse_recording(self._trainable)
         if settings.flag("CKI_VALIDATE"):
             ids, _, types, positions, _, offsets, _ = inputs
             v = self._views

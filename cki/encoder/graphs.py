@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cki import dtypes, graph
 from cki.adapter import adapter_of, type_name
 from cki.dtypes import DType
+from cki.encoder.gradient import refuse_recording
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class EncoderGraphs:
                 f"an encoder cannot be captured with {self._adapter.name} tensors",
                 hint="like= a torch or CuPy tensor on the weights' device",
             )
-        self._like = like
+        self._like, self._hides, self._trainable = like, padding is not None, encoder._trainable
         self._names = ("input_ids", *_PADDINGS[padding], *(("token_type_ids",) if token_types else ()))
         self._fill = {"input_ids": encoder.config.padding_id or 0}
         self._pooled = pooling is not None
@@ -93,27 +94,37 @@ class EncoderGraphs:
     ) -> Any:  # fmt: skip
         """Copies the inputs into the smallest bucket that holds them and replays its graph.
 
-        The inputs are those that the graphs were captured with; a padding mask or lengths may be left out.
+        The inputs are those that the graphs were captured with; a padding mask or lengths may be left out.  Graphs that
+        were captured without padding take sequences of a bucket's own length alone.
         stream: of the replay; the copies are made on the framework's current stream, so it must be ordered after that.
 
         Returns [batch, seq, hidden], or [batch, hidden] where a vector is pooled: a view of the common output, valid
         until the next call.  Raises InvalidArgumentError for inputs of other shapes, or that no bucket holds, and
         InvalidTypeError for other element types than a call of the encoder takes: a copy would round numbers.
         """
+        if self._trainable:
+            refuse_recording(self._trainable)
         given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "lengths": lengths}
         batch, seq = self._check(input_ids, given)
-        bucket = next((b for b in self._buckets if batch <= b.batch and seq <= b.seq), None)
+        # Without padding nothing hides what fills a longer bucket; rows behind the batch concern nobody.
+        fits = (
+            b for b in self._buckets if batch <= b.batch and (seq <= b.seq if self._hides else seq == b.seq)
+        )
+        bucket = next(fits, None)
         if bucket is None:
             raise InvalidArgumentError(
                 f"input_ids has shape {(batch, seq)}, which no captured graph holds",
-                hint=f"up to {self.buckets}",
+                hint=f"up to {self.buckets}"
+                if self._hides
+                else f"sequences of just these lengths: {self.buckets}; graphs captured with padding take shorter ones",
             )
         exact = (batch, seq) == (bucket.batch, bucket.seq)
         for name, target in bucket.inputs.items():
             source = input_ids if name == "input_ids" else given[name]
             if name == "lengths":
                 target[batch:] = 0
-                target[:batch] = seq if source is None else source
+                # As a plain call cuts them off, and before 64 bits become 32.
+                target[:batch] = seq if source is None else source.clip(0, seq)
                 continue
             if not exact:
                 target[...] = self._fill.get(name, 0)
@@ -167,6 +178,10 @@ class EncoderGraphs:
                 problems.append(f"{name} is given, but the graphs were captured without")
             elif found is None:
                 wrong_types.append(f"{name} is of type {type_name(type(tensor))}, which is no tensor")
+            elif adapter_of(tensor, name).name != self._adapter.name:
+                wrong_types.append(
+                    f"{name} is of {adapter_of(tensor, name).name}, the graphs were captured for {self._adapter.name}"
+                )
             elif _name_of(found) not in types:
                 wrong_types.append(f"{name} is {_name_of(found)}, not {', '.join(types)}")
             elif tuple(tensor.shape) != wanted:

@@ -9,6 +9,7 @@ from cki import dtypes
 from cki.adapter import adapter_of
 from cki.dtypes import DType
 from cki.encoder.config import EncoderConfig, Settings
+from cki.encoder.gradient import is_trainable
 from cki.encoder.names import NamedWeights, find_names, layout_of
 from cki.encoder.prepare import convert
 from cki.errors import CkiError, InvalidTypeError
@@ -21,11 +22,15 @@ _TABLES = ("words", "positions", "types")
 
 
 class EncoderWeights(NamedTuple):
-    """tensors: the user's own, or converted ones, by the names of `cki.ops.encoder_model.weight_names`."""
+    """tensors: the user's own, or converted ones, by the names of `cki.ops.encoder_model.weight_names`.
+
+    trainable: those of the user's of which gradients may be asked.
+    """
 
     config: EncoderConfig
     tensors: dict[str, Any]
     views: dict[str, TensorView]
+    trainable: tuple[Any, ...] = ()
 
 
 def read_weights(
@@ -49,23 +54,26 @@ def read_weights(
     problems = Problems("these weights make no encoder")
     settings = Settings(config, arguments, problems)
     names = find_names(weights, ignore, settings.pre_ln, problems)
-    tensors, views = _read(names, weights, dtype, problems)
+    tensors, views, trainable = _read(names, weights, dtype, problems)
     layout = weight_layout or layout_of(names, problems)
     found = _shapes(names, views, settings, layout, problems)
     problems.refuse()
     assert found is not None
-    return EncoderWeights(found, tensors, views)
+    return EncoderWeights(found, tensors, views, trainable)
 
 
 def _read(
     names: NamedWeights, weights: Mapping[str, Any], dtype: DType | None, problems: Problems
-) -> tuple[dict[str, Any], dict[str, TensorView]]:
+) -> tuple[dict[str, Any], dict[str, TensorView], tuple[Any, ...]]:
+    trainable: list[Any] = []
     tensors: dict[str, Any] = {}
     views: dict[str, TensorView] = {}
     for role, weight in names.by_role.items():
         tensor = weights[weight.original]
         try:
             adapter = adapter_of(tensor, weight.original)
+            if is_trainable(adapter.name, tensor):
+                trainable.append(tensor)
             if adapter.name == "torch":
                 # Parameters may be given.  What we hold keeps its memory even when the parameter gets another.
                 tensor = tensor.detach()
@@ -77,7 +85,7 @@ def _read(
             refused = [str(error).replace("\n  hint:", ";")]
         for problem in refused:
             problems.note(problem)
-    return tensors, views
+    return tensors, views, tuple(trainable)
 
 
 def _shapes(

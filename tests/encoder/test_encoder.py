@@ -9,7 +9,7 @@ import pytest
 
 import cki
 import cki.reference
-from cki.errors import InvalidArgumentError
+from cki.errors import InvalidArgumentError, UnsupportedError
 from tests.compare import assert_close
 
 torch = pytest.importorskip("torch")
@@ -363,7 +363,7 @@ def test_weights_and_ids_of_every_framework(framework):
     pytest.importorskip(framework)
     model, state = random_model(CONFIG)
     ids = some_ids(CONFIG)
-    with cki.device("sim"):
+    with cki.device("sim"), torch.no_grad():
         expected = cki.Encoder.from_weights({n: v.astype(np.float32) for n, v in state.items()}, CONFIG)(
             ids, MASK
         )
@@ -390,3 +390,45 @@ def test_weights_and_ids_of_every_framework(framework):
         half = cki.Encoder.from_weights(weights, CONFIG, dtype="bf16")
         assert half.dtype == "bf16"
         assert np.abs(np.asarray(half(ids, MASK), np.float32)[MASK > 0] - expected[MASK > 0]).max() < 0.3
+
+
+def test_trained_weights_are_refused_while_gradients_are_recorded():
+    """The result would have none, without a word."""
+    model, _ = random_model(CONFIG)
+    ids = torch.from_numpy(some_ids(CONFIG))
+    encoder = cki.Encoder.from_weights(dict(model.float().named_parameters()), CONFIG)
+    with cki.device("sim"):
+        with torch.no_grad():
+            graphs = encoder.capture([ids.shape])
+        for call in (encoder, encoder.embed, encoder.prepare(), graphs):
+            with pytest.raises(UnsupportedError, match="encoder has no gradient, but autograd records"):
+                call(ids)
+        with torch.no_grad():
+            wanted = encoder(ids)
+        model.requires_grad_(False)
+        assert torch.equal(encoder(ids), wanted)
+        assert torch.equal(cki.Encoder.from_weights(model.state_dict(), CONFIG)(ids), wanted)
+
+
+@pytest.mark.tensorflow
+def test_trained_variables_are_refused_under_a_tape():
+    tf = pytest.importorskip("tensorflow")
+    _, state = random_model(CONFIG)
+    arrays = {name: value.astype(np.float32) for name, value in state.items()}
+    trained = cki.Encoder.from_weights({name: tf.Variable(value) for name, value in arrays.items()}, CONFIG)
+    fixed = cki.Encoder.from_weights(
+        {name: tf.Variable(value, trainable=False) for name, value in arrays.items()}, CONFIG
+    )
+    ids = tf.constant(some_ids(CONFIG))
+    with cki.device("sim"):
+        wanted = trained(ids)
+        with tf.GradientTape() as tape:
+            with pytest.raises(
+                UnsupportedError, match="encoder has no gradient, but a tf.GradientTape records"
+            ):
+                trained(ids)
+            with tape.stop_recording():
+                np.testing.assert_array_equal(trained(ids), wanted)
+            np.testing.assert_array_equal(fixed(ids), wanted)
+        with tf.GradientTape(watch_accessed_variables=False):
+            np.testing.assert_array_equal(trained(ids), wanted)

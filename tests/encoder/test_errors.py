@@ -145,3 +145,11 @@ def test_modes_that_trace_are_refused():
         with pytest.raises(UnsupportedError, match="inside ProxyTorchDispatchMode, which would not see"):
             torch.fx.experimental.proxy_tensor.make_fx(encoder)(ids)
         assert torch.equal(encoder(ids), expected)
+
+
+def test_what_is_no_encoder_s_weights():
+    with pytest.raises(InvalidTypeError, match="weights is a int\n  hint: cki.Encoder.from_weights"):
+        cki.Encoder(5)
+    _, state = random_model(CONFIG)
+    with pytest.raises(InvalidTypeError, match="config is a str, not a configuration or the dict of one"):
+        cki.Encoder.from_weights(state, "x")

@@ -61,6 +61,35 @@ def test_pooled_graphs_by_lengths_and_without_padding(device, padding):
     assert np.array_equal(device.numpy(graphs(ids)), device.numpy(encoder.embed(ids)))
 
 
+def test_without_padding_only_sequences_of_a_bucket_s_length(device):
+    """Nothing would hide what fills a longer bucket: its tokens took part without a word."""
+    encoder = make(device)
+    graphs = encoder.capture([(2, 7), (2, 12)], padding=None, pooling="mean")
+    for batch, seq in ((2, 7), (1, 7), (2, 12)):
+        ids = ids_of(device, batch, seq)
+        assert np.array_equal(device.numpy(graphs(ids)), device.numpy(encoder.embed(ids)))
+    for seq in (5, 8):
+        with pytest.raises(
+            InvalidArgumentError,
+            match=rf"input_ids has shape \(2, {seq}\), which no captured graph holds\n  hint: sequences of just",
+        ):
+            graphs(ids_of(device, 2, seq))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_lengths_beyond_the_ids_are_cut_off_as_in_a_plain_call(device, kind):
+    """Not taken for tokens that fill the bucket, and not by their lower 32 bits."""
+    encoder = make(device)
+    graphs = encoder.capture([(2, 16)], padding="lengths", pooling="mean")
+    ids = ids_of(device, 2, 7)
+    wide = [[2**31 + 5, 4], [2**32 + 3, 4], [-(2**32) + 3, 4]] if kind == np.int64 else []
+    for lengths in ([7, 4], [10, 4], [-3, 4], [0, 0], *wide):
+        lengths = device.array(np.array(lengths, kind))
+        assert np.array_equal(
+            device.numpy(graphs(ids, lengths=lengths)), device.numpy(encoder.embed(ids, lengths=lengths))
+        )
+
+
 def test_graphs_share_one_workspace_and_output(device):
     encoder = make(device)
     graphs = encoder.capture(BUCKETS, pooling="mean")
@@ -119,6 +148,10 @@ def test_what_the_graphs_do_not_take(device):
         ),
         ((ids, [[1] * 8] * 2), "attention_mask is of type list, which is no tensor"),
         (("text",), "input_ids is of type str, which is no tensor"),
+        (
+            (torch.ones(2, 8, dtype=torch.int64),),
+            "input_ids is of torch, the graphs were captured for (numpy|cupy)",
+        ),
     ):
         with pytest.raises(InvalidTypeError, match=message):
             graphs(*arguments)
