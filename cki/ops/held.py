@@ -135,7 +135,8 @@ def hold(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..
 
     Returns a function `held(*inputs, out=None, stream=None)`: inputs are the tensors that `hold` was given, in order,
     those left out there left out here; out is the output tensor, or a tuple of all of them, when `hold` was given
-    `out=`, else outputs are allocated.  It raises InvalidArgumentError when a tensor does not match.
+    `out=`, else outputs are allocated.  It raises InvalidArgumentError when a tensor does not match.  For speed it does
+    not look for an output that overlaps an input, nor whether a tensor requires a gradient: none is recorded.
 
     Raises what the operation raises, InvalidTypeError for what is no function with `stream=`, and InvalidArgumentError
     for a function that calls no operation with it.
