@@ -157,11 +157,24 @@ def encoder_layer(
         a, x, wq, wk, wv, wo, attention_gamma, attention_beta, bq, bk, bv, bo, mask, cu_seqlens, pre_ln=pre_ln,
         epsilon=epsilon, weight_layout=weight_layout, dropout=dropout, attention_dropout=attention_dropout, **block,
     )  # fmt: skip
-    u = a.like(layer_norm(a, y, output_gamma, output_beta, epsilon), x) if pre_ln else y
+    return fused_ffn(
+        a, y, w1, w2, output_gamma, output_beta, b1, b2, activation=activation, pre_ln=pre_ln, epsilon=epsilon,
+        weight_layout=weight_layout, dropout=dropout,
+    )  # fmt: skip
+
+
+def fused_ffn(
+    a: Arrays, x: Any, w1: Any, w2: Any, gamma: Any = None, beta: Any = None, b1: Any = None, b2: Any = None, *,
+    activation: str | None = "gelu", pre_ln: bool = True, residual: bool = True, epsilon: float = 1e-5,
+    weight_layout: str = "in_out", dropout: Dropout = _keep,
+) -> Any:  # fmt: skip
+    """`cki.fused_ffn`, whose arguments these are.  dropout: of what is added to x."""
+    u = a.like(layer_norm(a, x, gamma, beta, epsilon), x) if pre_ln else x
     inner = linear(a, u, w1, b1, activation=activation, weight_layout=weight_layout)
-    added = dropout(linear(a, inner, w2, b2, weight_layout=weight_layout))
-    z = a.like(a.wide(added) + a.wide(y), x)
-    return z if pre_ln else a.like(layer_norm(a, z, output_gamma, output_beta, epsilon), x)
+    y = dropout(linear(a, inner, w2, b2, weight_layout=weight_layout))
+    if residual:
+        y = a.like(a.wide(y) + a.wide(x), x)
+    return y if pre_ln else a.like(layer_norm(a, y, gamma, beta, epsilon), x)
 
 
 def encoder_layers(
@@ -180,6 +193,7 @@ def encoder_layers(
 EXPRESSIONS: dict[str, Expression] = {
     "attention": _attention,
     "fused_attention": lambda a, inputs, attributes: (fused_attention(a, **inputs, **attributes),),
+    "fused_ffn": lambda a, inputs, attributes: (fused_ffn(a, **inputs, **attributes),),
     "encoder_layer": lambda a, inputs, attributes: (encoder_layer(a, **inputs, **attributes),),
     "encoder_layers": lambda a, inputs, attributes: (encoder_layers(a, **inputs, **attributes),),
 }

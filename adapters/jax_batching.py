@@ -29,6 +29,7 @@ _RULES = {
     "softmax": _Rule(("x",)),
     "attention": _Rule(("q", "k", "v"), True),
     "fused_attention": _Rule(("x", "mask"), True),
+    "fused_ffn": _Rule(("x",)),
     "encoder_layer": _Rule(("x", "mask"), True),
     "encoder_layers": _Rule(("x", "mask"), True),
     "mean_pool": _Rule(("x", "mask"), True),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cki.ops.encoder import encoder_layer as encoder_layer
     from cki.ops.encoder import fused_attention as fused_attention
     from cki.ops.encoder_stack import encoder_layers as encoder_layers
+    from cki.ops.ffn import fused_ffn as fused_ffn
     from cki.ops.gated_linear import gated_linear as gated_linear
     from cki.ops.held import hold as hold
     from cki.ops.linear import linear as linear
@@ -62,7 +63,8 @@ _HOME = {
     "bias_activation": "ops.pointwise", "gated_activation": "ops.pointwise", "softmax": "ops.pointwise_softmax",
     "quantize_fp8": "ops.pointwise_quantize", "dropout_add": "ops.pointwise_dropout",
     "layer_norm_quantize": "ops.norm_quantize", "rms_norm_quantize": "ops.norm_quantize",
-    "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder", "encoder_layers": "ops.encoder_stack",
+    "encoder_layer": "ops.encoder", "fused_attention": "ops.encoder", "fused_ffn": "ops.ffn",
+    "encoder_layers": "ops.encoder_stack",
     "Encoder": "encoder", "prepare": "encoder.prepare",
     "selftest": "cli.selftest", "reference": "", "sim": "", "adapters": "",
 }  # fmt: skip

@@ -71,6 +71,11 @@ def _layer() -> dict[str, Any]:
     return {**_block(), "w1": _normal(5, 64, 256, scale=0.1), "w2": _normal(6, 256, 64, scale=0.1)}
 
 
+def _feed_forward(pre_ln: bool) -> dict[str, Any]:
+    layer = _layer()
+    return {**{name: layer[name] for name in ("x", "w1", "w2")}, "gamma": _normal(7, 64), "pre_ln": pre_ln}
+
+
 def _packed_layer() -> dict[str, Any]:
     """Sequences without padding, weights as torch stores them, Q, K and V in one."""
     layer = _layer()
@@ -190,6 +195,7 @@ _PROBLEMS: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
     "linear": _linear,
     "gated_linear": _gated_linear,
     "fused_attention": lambda: [_block()],
+    "fused_ffn": lambda: [_feed_forward(True), _feed_forward(False)],
     "encoder_layer": lambda: [_layer(), _packed_layer()],
     "embed_tokens": lambda: [_embedding()],
     "mean_pool": lambda: [_pool()],

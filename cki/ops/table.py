@@ -19,6 +19,7 @@ _SPECS = {
     "gated_linear": ("GATED_LINEAR",),
     "linear_fp8": ("LINEAR_FP8",),
     "encoder": ("FUSED_ATTENTION", "ENCODER_LAYER"),
+    "ffn": ("FUSED_FFN",),
     "encoder_stack": ("ENCODER_LAYERS",),
     "embedding": ("EMBED_TOKENS", "MEAN_POOL"),
     "pointwise": ("GATED_ACTIVATION", "BIAS_ACTIVATION"),

@@ -6,7 +6,7 @@ Tests compare every kernel with it; documentation quotes it.  It is written to b
 from cki.reference.attention import attention
 from cki.reference.dropout import dropout_add
 from cki.reference.embedding import embed_tokens, mean_pool
-from cki.reference.encoder import encoder_layer, encoder_layers, fused_attention
+from cki.reference.encoder import encoder_layer, encoder_layers, fused_attention, fused_ffn
 from cki.reference.encoder_model import encoder, encoder_embed, token_positions
 from cki.reference.linear import gated_linear, linear, linear_fp8
 from cki.reference.norm import layer_norm, rms_norm
@@ -20,7 +20,7 @@ from cki.reference.varlen import varlen_attention
 # Where a function and its module share a name (attention, encoder, linear, softmax), these imports leave the function.
 __all__ = [
     "append_kv", "apply_rope", "attention", "bias_activation", "decode_attention", "dropout_add", "embed_tokens",
-    "encoder", "encoder_embed", "encoder_layer", "encoder_layers", "fused_attention", "gated_activation",
+    "encoder", "encoder_embed", "encoder_layer", "encoder_layers", "fused_attention", "fused_ffn", "gated_activation",
     "gated_linear", "layer_norm", "layer_norm_quantize", "linear", "linear_fp8", "mean_pool", "merge_states",
     "paged_attention", "quantize_fp8", "rms_norm", "rms_norm_quantize", "softmax", "token_positions",
     "varlen_attention",

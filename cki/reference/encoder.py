@@ -1,5 +1,5 @@
-"""Attention block and encoder layers in float64: the specification of `cki.fused_attention`, `cki.encoder_layer` and
-`cki.encoder_layers`.
+"""Blocks and encoder layers in float64: the specification of `cki.fused_attention`, `cki.fused_ffn`,
+`cki.encoder_layer` and `cki.encoder_layers`.
 
 Arguments may be of any float type, ml_dtypes' bfloat16 included; results are float64.
 """
@@ -62,6 +62,21 @@ def fused_attention(
     return y if pre_ln else _norm(y, gamma, beta, epsilon)
 
 
+def fused_ffn(
+    x: Array, w1: Array, w2: Array, gamma: Array | None = None, beta: Array | None = None, b1: Array | None = None,
+    b2: Array | None = None, *, activation: str | None = "gelu", pre_ln: bool = True, residual: bool = True,
+    epsilon: float = 1e-5, weight_layout: str = "in_out",
+) -> Result:  # fmt: skip
+    """F(u) = activation(u w1 + b1) w2 + b2 with norm and residual; x [..., hidden].
+
+    pre_ln: F(LN(x)) + x, else LN(F(x) + x); both without the "+ x" when residual is False.
+    """
+    u = _norm(x, gamma, beta, epsilon) if pre_ln else x
+    inner = linear(u, w1, b1, activation=activation, weight_layout=weight_layout)
+    y = linear(inner, w2, b2, residual=x if residual else None, weight_layout=weight_layout)
+    return y if pre_ln else _norm(y, gamma, beta, epsilon)
+
+
 def encoder_layer(
     x: Array, wq: Array, wk: Array | None, wv: Array | None, wo: Array, w1: Array, w2: Array, *,
     attention_gamma: Array | None = None, attention_beta: Array | None = None, output_gamma: Array | None = None,
@@ -82,10 +97,10 @@ def encoder_layer(
         head_dim=head_dim, num_kv_heads=num_kv_heads, causal=causal, pre_ln=pre_ln, epsilon=epsilon, scale=scale,
         weight_layout=weight_layout, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    u = _norm(attended, output_gamma, output_beta, epsilon) if pre_ln else attended
-    inner = linear(u, w1, b1, activation=activation, weight_layout=weight_layout)
-    y = linear(inner, w2, b2, residual=attended, weight_layout=weight_layout)
-    return y if pre_ln else _norm(y, output_gamma, output_beta, epsilon)
+    return fused_ffn(
+        attended, w1, w2, output_gamma, output_beta, b1, b2, activation=activation, pre_ln=pre_ln, epsilon=epsilon,
+        weight_layout=weight_layout,
+    )  # fmt: skip
 
 
 def encoder_layers(

@@ -63,6 +63,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fused_attention": (
         {"x": normal(2, 7, 32), **_BLOCK, "gamma": normal(32)}, {"num_heads": 2, "head_dim": 16},
     ),
+    "fused_ffn": ({"x": normal(2, 7, 32), "w1": normal(32, 64), "w2": normal(64, 32), "gamma": normal(32)}, {}),
     "encoder_layer": (
         {"x": normal(2, 7, 32), **_BLOCK, "w1": normal(32, 64), "w2": normal(64, 32)},
         {"num_heads": 2, "head_dim": 16, "pre_ln": False},

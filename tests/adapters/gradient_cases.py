@@ -8,7 +8,7 @@ import numpy as np
 
 from cki.ops.table import public_specs
 from cki.reference.attention import attention
-from cki.reference.encoder import encoder_layer, encoder_layers, fused_attention
+from cki.reference.encoder import encoder_layer, encoder_layers, fused_attention, fused_ffn
 from cki.reference.linear import gated_linear, linear
 from cki.reference.norm import layer_norm, rms_norm
 from cki.reference.pointwise import bias_activation, gated_activation
@@ -18,7 +18,8 @@ from cki.reference.softmax import softmax
 REFERENCES = {
     "layer_norm": layer_norm, "rms_norm": rms_norm, "attention": attention, "linear": linear,
     "gated_linear": gated_linear, "gated_activation": gated_activation, "bias_activation": bias_activation,
-    "softmax": softmax, "fused_attention": fused_attention, "encoder_layer": encoder_layer, "apply_rope": apply_rope,
+    "softmax": softmax, "fused_attention": fused_attention, "fused_ffn": fused_ffn,
+    "encoder_layer": encoder_layer, "apply_rope": apply_rope,
     "encoder_layers": encoder_layers,
 }  # fmt: skip
 
@@ -79,6 +80,14 @@ CASES = {
             "cu_seqlens": np.array([0, 2, 5], np.int32),
         },
         {"num_heads": 2, "head_dim": 8, "num_kv_heads": 1, "pre_ln": False, "weight_layout": "out_in", "causal": True},
+    ),
+    "fused_ffn": Case(
+        "fused_ffn", {"x": (3, 12), "w1": (12, 16), "w2": (16, 12), "gamma": (12,), "beta": (12,), "b1": (16,)},
+        {"pre_ln": False, "activation": "gelu"},
+    ),
+    "fused_ffn-pre": Case(
+        "fused_ffn", {"x": (3, 12), "w1": (16, 12), "w2": (12, 16), "gamma": (12,), "b2": (12,)},
+        {"residual": False, "activation": "silu", "weight_layout": "out_in"},
     ),
     "encoder_layer": Case("encoder_layer", {"x": (2, 5, 12), **_LAYER, "mask": _PADDING}, _BLOCK),
     "encoder_layer-post": Case(

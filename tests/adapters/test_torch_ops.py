@@ -54,6 +54,7 @@ def cases():
         "linear": ((normal(3, 64), normal(64, 32), normal(32)), {"activation": "gelu"}),
         "gated_linear": ((normal(3, 64), normal(64, 128)), {"activation": "silu"}),
         "fused_attention": ((normal(2, 5, 64), square, square, square, square), block),
+        "fused_ffn": ((normal(2, 5, 64), normal(64, 128), normal(128, 64)), {"activation": "gelu"}),
         "encoder_layer": (
             (normal(2, 5, 64), square, square, square, square, normal(64, 128), normal(128, 64)),
             {**block, "activation": "gelu"},
