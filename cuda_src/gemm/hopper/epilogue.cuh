@@ -31,6 +31,9 @@
 
 namespace cki::gemm {
 
+__device__ __forceinline__ float gelu_for(float x, ElementTag<f16>) { return gelu_for_16_bits(x); }
+__device__ __forceinline__ float gelu_for(float x, ElementTag<bf16>) { return gelu_for_bf16(x); }
+
 // Row offsets of a matrix whose rows are evenly spaced.
 struct EvenRows {
   i64 stride;
@@ -206,7 +209,7 @@ struct SlabInputs {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if constexpr (Rules::kActivation == Activation::kGelu) {
-        values[e] = gelu_for_16_bits(values[e]);
+        values[e] = gelu_for(values[e], ElementTag<Element>{});
       } else if constexpr (Rules::kActivation != Activation::kGeluPairs) {
         values[e] = activate<Rules::kActivation>(values[e]);
       }
@@ -228,19 +231,19 @@ struct SlabInputs {
   }
 };
 
-// One slab: sum[first..] are its accumulators, sum[first_up..] its ups'; it begins at (first_row, first_column). mean,
-// rstd: of the lane's two rows, where they are normalised.
+// The `slab`th: sum[first..] are its accumulators, sum[first_up..] its ups'; it begins at (first_row, first_column). place:
+// of the lane's first row of 16 bytes in a buffer. mean, rstd: of the lane's two rows, where they are normalised.
 template <class Rules, int kCount, class Element, class Bias>
 __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first, int first_up,
                                            SlabInputs<Rules, Element, Bias>& inputs,
-                                           const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
-                                           int first_column, const float (&mean)[2], const float (&rstd)[2]) {
+                                           const Result<Element, Bias>& result, const OutputBuffers& buffers, int slab,
+                                           u32 place, int first_row, int first_column, const float (&mean)[2],
+                                           const float (&rstd)[2]) {
   constexpr int kBlocks = kSlabColumns / 8;
   if (first_row >= result.rows || first_column >= result.columns) {
-    if constexpr (Rules::kTmaResidual) ++buffers.next;
+    if constexpr (Rules::kTmaStore) buffers.skip();
     return;
   }
-  const int lane = opaque_lane();
   const auto finish = [&](int j, int half, float(&values)[2]) {
     float ups[2] = {};
 #pragma unroll
@@ -251,15 +254,10 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
     inputs.finish(values, ups, j, half, mean[half], rstd[half]);
   };
   if constexpr (Rules::kTmaStore) {
-    unsigned char* buffer = nullptr;
-    if constexpr (Rules::kTmaResidual) {
-      buffer = buffers.memory + buffers.next * kWarpSlabBytes;
-    } else {
-      buffer = buffers.template acquire<Rules::kBuffers>();
-    }
-    const auto place_of = [&](int j) {  // of blocks j and j + 1
-      return buffer + swizzle<kSpan>(static_cast<u32>(lane % 16 * kSpan + (j + lane / 16) * 16));
-    };
+    const int index = slab % Rules::kBuffers;
+    if constexpr (!Rules::kTmaResidual) buffers.acquire(slab);
+    unsigned char* const buffer = buffers.buffer(index);
+    const auto place_of = [&](int j) { return buffer + (place ^ static_cast<u32>(j * 16)); };  // of blocks j and j + 1
     if constexpr (Rules::kTmaResidual) {
 #pragma unroll
       for (int j = 0; j < kBlocks; j += 2) inputs.take_residual(place_of(j), j);
@@ -279,7 +277,7 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
       }
       ptx::stmatrix_x4(place_of(j), words);
     }
-    buffers.template store<Rules::kBuffers>(result.y_map, first_column, first_row);
+    buffers.store(index, result.y_map, first_column, first_row);
     if constexpr (Rules::kStatistics) {
       float2 found[2];
       add_up<Element>(stored, min(result.columns - first_column, kSlabColumns) / 8, found);
@@ -293,6 +291,7 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
       }
     }
   } else {
+    const int lane = opaque_lane();
     const int row = first_row + lane / 4, column = first_column + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -319,6 +318,9 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
                                            int first_column, const RowMoments<kRowTiles>& moments) {
   constexpr int kAcross = kCount * 2 / kSlabColumns / (Rules::kGated ? 2 : 1), kSlabs = kRowTiles * kAcross;
   if constexpr (Rules::kTmaResidual) buffers.wait_fetched();
+  const u32 lane = static_cast<u32>(opaque_lane());
+  // A lane's two blocks of eight columns; those of the slab are at a distance that no carry leaves, so an XOR finds them.
+  const u32 place = swizzle<kSpan>(lane % 16 * kSpan + lane / 16 * 16);
 #pragma unroll
   for (int slab = 0; slab < kSlabs; ++slab) {
     const int row_tile = slab % kRowTiles, across = slab / kRowTiles, next = slab + 1;
@@ -333,7 +335,7 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
       ahead.load_rows(result, row, column);
     }
     const int first = across * (kSlabColumns / 2), first_up = first + kAcross * (kSlabColumns / 2);
-    write_slab(sum[row_tile], first, first_up, inputs, result, buffers, first_row + row_tile * 64,
+    write_slab(sum[row_tile], first, first_up, inputs, result, buffers, slab, place, first_row + row_tile * 64,
                first_column + across * kSlabColumns, moments.mean[row_tile], moments.rstd[row_tile]);
     inputs = ahead;
   }

@@ -303,7 +303,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   // A counter of the next launch, which would cost one of its own.
   if (zeroed != nullptr && blockIdx.x == 0 && threadIdx.x == kThreads - 1) *zeroed = 0;
   const int consumer = warpgroup - 1;
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  // Uniform, as TMA wants the place of a store, where registers allow.
+  const int all_warps = static_cast<int>(threadIdx.x) / 32;
+  const int warp = (kSpareWarps ? all_warps : __shfl_sync(0xffffffffu, all_warps, 0)) % 4;
   const int group_row = kPingPong || kShareColumns ? 0 : consumer * kGroupRows;  // in a tile
   const int group_column = kShareColumns ? consumer * kGroupColumns : 0;
   const WarpgroupTurns<kConsumers, kPingPong> turns(consumer);

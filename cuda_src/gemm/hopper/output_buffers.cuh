@@ -11,18 +11,16 @@
 
 namespace cki::gemm {
 
-// One lane issues and waits, because bulk groups belong to a thread.
+// One lane issues, because bulk groups belong to a thread. The slabs of a tile, in their order, take the buffers in turn.
 struct OutputBuffers {
   unsigned char* memory;
   u64* landed = nullptr;  // completes when a tile's residual is in the buffers
   u32 phase = 0;
-  int next = 0;
 
   // All lanes, before a tile's products: asks for the residual of the warp's slabs, kRowTiles below each other, that are
   // inside rows x columns. Stores of the tile before have been read by then, or nearly.
   template <int kRowTiles, int kAcross>
   __device__ __forceinline__ void fetch(const TensorMap* map, int first_row, int first_column, int rows, int columns) {
-    next = 0;
     if (threadIdx.x % 32 != 0) return;
     ptx::bulk_wait_group_read<0>();
     const int down = first_row >= rows ? 0 : min((rows - first_row + 63) / 64, kRowTiles);
@@ -43,29 +41,36 @@ struct OutputBuffers {
     __syncwarp();  // the lane that begins the next phase must not leave others behind in this one
   }
 
-  // All lanes: the buffer to fill next; its last store has been read. kCount: of the buffers.
-  template <int kCount>
-  __device__ __forceinline__ unsigned char* acquire() const {
-    if (threadIdx.x % 32 == 0) ptx::bulk_wait_group_read<kCount - 1>();
+  // All lanes: waits until the last store out of the slab's buffer has been read. Every slab before it has been stored, or
+  // skipped.
+  __device__ __forceinline__ void acquire(int slab) const {
+    static_assert(kOutputBuffers == 2, "the store before may be under way, but for a tile's first slab, whose was another's");
+    if (slab == 0) {
+      ptx::bulk_wait_group_read<0>();
+    } else {
+      ptx::bulk_wait_group_read<kOutputBuffers - 1>();
+    }
     __syncwarp();
-    return memory + next * kWarpSlabBytes;
   }
 
-  // All lanes: the buffer has been written; store it. kCount: of the buffers.
-  template <int kCount>
-  __device__ __forceinline__ void store(const TensorMap* y_map, int column, int row) {
+  __device__ __forceinline__ unsigned char* buffer(int index) const { return memory + index * kWarpSlabBytes; }
+
+  // All lanes: a buffer has been written; store it.
+  __device__ __forceinline__ void store(int index, const TensorMap* y_map, int column, int row) const {
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      ptx::tma_store_2d(y_map, memory + next * kWarpSlabBytes, column, row);
+      ptx::tma_store_2d(y_map, buffer(index), column, row);
       ptx::bulk_commit_group();
     }
-    next = (next + 1) % kCount;
   }
+
+  // All lanes: a slab without a store, which `acquire` counts.
+  __device__ __forceinline__ void skip() const { ptx::bulk_commit_group(); }
 
   // Before the thread exits: shared memory must outlive the reads of the last stores.
   __device__ __forceinline__ void drain() const {
-    if (threadIdx.x % 32 == 0) ptx::bulk_wait_group_read<0>();
+    ptx::bulk_wait_group_read<0>();
   }
 };
 
