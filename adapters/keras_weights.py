@@ -46,6 +46,17 @@ def _require(layer: Any, kinds: tuple[Any, ...], argument: str) -> None:
         )
 
 
+def _require_plain(found: Found, layer: Any, argument: str) -> None:
+    """Note a layer whose weights are codes, or which rounds what it multiplies."""
+    mode = getattr(layer, "quantization_mode", None)
+    variables = [
+        v for v in (getattr(layer, n, None) for n in ("_kernel", "gamma", "beta", "bias")) if v is not None
+    ]
+    codes = [variable.dtype for variable in variables if not keras.backend.is_float_dtype(variable.dtype)]
+    if mode is not None or codes:
+        found.note(f"{argument} is quantised to {mode or codes[0]}")
+
+
 def read_attention(found: Found, layer: Any) -> int:
     """Projections of an attention layer; returns the hidden size."""
     _require(layer, _ATTENTIONS, "attention")
@@ -53,6 +64,9 @@ def read_attention(found: Found, layer: Any) -> int:
     heads = layer.num_query_heads if is_grouped else layer.num_heads
     kv_heads = layer.num_key_value_heads if is_grouped else heads
     head_dim = layer.head_dim if is_grouped else layer.key_dim
+    for name in ("query", "key", "value", "output"):
+        _require_plain(found, getattr(layer, f"_{name}_dense"), f"attention's {name} projection")
+    _refuse(found, "attention")
     kernels = [_array(part.kernel) for part in (layer._query_dense, layer._key_dense, layer._value_dense)]
     output = _array(layer._output_dense.kernel)
     hidden = int(kernels[0].shape[0])
@@ -98,6 +112,7 @@ def read_norm(found: Found, layer: Any, gamma: str, beta: str, hidden: int) -> N
     if layer is None:
         return
     _require(layer, (keras.layers.LayerNormalization,), gamma.replace("gamma", "norm"))
+    _require_plain(found, layer, layer.name)
     if layer.axis not in (-1, 2, [-1], [2]) or getattr(layer, "rms_scaling", False):
         found.note(f"{layer.name} is not a layer norm over the last axis")
     for name, variable in ((gamma, layer.gamma), (beta, layer.beta)):
@@ -113,6 +128,8 @@ def read_feed_forward(found: Found, inner: Any, output: Any, hidden: int) -> Non
     """Weights of the two dense layers, and the activation between them."""
     for layer, argument in ((inner, "inner"), (output, "output")):
         _require(layer, (keras.layers.Dense,), argument)
+        _require_plain(found, layer, argument)
+    _refuse(found, "the feed-forward block")
     w1, w2 = _array(inner.kernel), _array(output.kernel)
     if w1.shape[0] != hidden or w2.shape != w1.shape[::-1]:
         found.note(

@@ -374,6 +374,18 @@ def check_refusals():
         InvalidArgumentError, "key_dim 16 and value_dim 8",
         lambda: FusedAttentionLayer.from_keras(block.attention),
     )  # fmt: skip
+    for mode in ("int8", "float8"):
+        block = KerasBlock()
+        for quantised in (block.inner, block.attention._key_dense):
+            quantised.quantize(mode)
+        refused(
+            InvalidArgumentError, f"inner is quantised to {mode}",
+            lambda: FusedEncoderLayer.from_keras(KerasBlock().attention, None, block.inner, block.output, None),  # noqa: B023
+        )  # fmt: skip
+        refused(
+            InvalidArgumentError, f"attention's key projection is quantised to {mode}",
+            lambda: FusedAttentionLayer.from_keras(block.attention),  # noqa: B023
+        )  # fmt: skip
     block = KerasBlock()
     block.inner.activation = keras.activations.tanh
     block.output_norm.epsilon = 1e-6
