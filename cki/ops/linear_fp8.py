@@ -9,6 +9,7 @@ activations.  Every 128 products are added in fp32, times their scales, which ar
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from cki import dtypes
@@ -32,8 +33,9 @@ _ARCH = "sm_90a"
 _PARAMS = "TTTPPPPiiiqqqqqqq"
 #: The same rows of 128 bytes as of 64 elements of 16 bits, so the tile's numbers are those.
 _TILE = HopperTile(128, 128, 5)
-#: Of a stage, behind the layout that other tiles have: a scale a row, one for all columns, and whole units of 16 bytes.
-_SCALE_BYTES = (_TILE.block_m + 4) * 4
+_FEW_ROWS_TILE = HopperTile(64, 128, 8)
+#: Blocks of a cluster that may have a tile of few rows, each a part of K.
+_SPLITS = (1, 2, 4, 8)
 #: Registers of (producer, consumer) threads: 128 * 56 + 256 * 224.
 _REGISTER_SHARES = (56, 224)
 _CODES = (dtypes.e4m3, dtypes.u8)
@@ -69,8 +71,10 @@ def plan_linear_fp8(
     bias: Operand | None,
     y: Operand,
     device: DeviceInfo,
+    *,
+    tile: HopperTile | None = None,
 ) -> tuple[Step, ...]:
-    """The launch; none for an empty result.  UnsupportedError names every obstacle."""
+    """The launch; none for an empty result.  tile: not the chosen one.  UnsupportedError names every obstacle."""
     if y.size == 0:
         return ()
     batches = row_batches([x, x_scale, y])
@@ -82,31 +86,61 @@ def plan_linear_fp8(
     rows, depth, columns = batch.rows, x.shape[-1], y.shape[-1]
     y_step = 1 if columns == 1 else y.strides[-1]
     by_tma = stores_by_tma(y)
+    tile = tile or choose_fp8_tile(rows, depth, columns, device.sm_count)
     kernel = fp8_kernel(
-        y.dtype, bias=None if bias is None else bias.dtype, tma_store=by_tma,
+        y.dtype, tile=tile, bias=None if bias is None else bias.dtype, tma_store=by_tma,
         pair_y=by_tma or pair_access(y, y_step, (y_stride,)),
         pair_bias=bias is not None and pair_access(bias, bias.strides[0], ()),
     )  # fmt: skip
-    x_map = tensor_map(x, depth, rows, x_stride, (BLOCK, _TILE.block_m))
-    w_map = tensor_map(w, depth, columns, w.strides[0], (BLOCK, _TILE.block_n))
+    x_map = tensor_map(x, depth, rows, x_stride, (BLOCK, tile.block_m))
+    w_map = tensor_map(w, depth, columns, w.strides[0], (BLOCK, tile.block_n))
     scale_steps = (
         x_scale_row,
         *_scale_strides(x_scale, -1),
         *_scale_strides(w_scale, 0),
         *_scale_strides(w_scale, 1),
     )
-    tiles = tile_count(_TILE, rows, columns)
+    tiles = tile_count(tile, rows, columns)
+    blocks = tiles * tile.split if tile.split > 1 else min(tiles, device.sm_count)
+    parts = f", K in {tile.split} parts" if tile.split > 1 else ""
     step = Step(
-        kernel, (min(tiles, device.sm_count), 1, 1), (_TILE.threads, 1, 1),
+        kernel, (blocks, 1, 1), (tile.threads, 1, 1),
         (
             x_map, w_map, tensor_map(y, columns, rows, y_stride, (64, 16)) if by_tma else x_map, x_scale, w_scale,
             bias or NullPointer(), y, rows, columns, depth, *scale_steps, 1 if bias is None else bias.strides[0],
             y_stride, y_step,
         ),
-        smem=_TILE.shared_memory + _TILE.stages * _SCALE_BYTES, programmatic=True,
-        reason=f"{rows} x {depth} by {columns}: e4m3 wgmma and TMA, {tiles} tiles of {_TILE.block_m} x {_TILE.block_n}",
+        smem=tile.shared_memory + tile.stages * _scale_bytes(tile), cluster=(tile.split, 1, 1), programmatic=True,
+        reason=f"{rows} x {depth} by {columns}: e4m3 wgmma and TMA, {tiles} tiles of "
+        f"{tile.block_m} x {tile.block_n}{parts}",
     )  # fmt: skip
     return (step,)
+
+
+def choose_fp8_tile(rows: int, depth: int, columns: int, sm_count: int) -> HopperTile:
+    """Up to 64 rows a tile that is no higher, of which a cluster splits K where there are few."""
+    if rows > _FEW_ROWS_TILE.block_m:
+        return _TILE
+    stages, tiles = -(-depth // BLOCK), tile_count(_FEW_ROWS_TILE, rows, columns)
+    splits = [split for split in _SPLITS if split <= stages]
+    return replace(_FEW_ROWS_TILE, split=min(splits, key=lambda s: _few_rows_us(tiles, stages, s, sm_count)))
+
+
+def _few_rows_us(tiles: int, stages: int, split: int, sm_count: int) -> float:
+    """Microseconds of a launch, roughly: a stage takes what an SM can ask for, or its share of memory's rate; a tile
+    its beginning and end, and more of them with parts to add.  Without parts a block goes on to its next tile at once.
+    """
+    stage_us, share_us, launch_us, parts_us = 0.35, 0.004, 1.5, 1.0
+    of_a_tile = 0.0 if split == 1 else launch_us + parts_us
+    rounds, rest = divmod(tiles * split, sm_count)
+    of_blocks = [sm_count] * rounds + ([rest] if rest else [])
+    part = -(-stages // split)
+    return launch_us + sum(part * max(stage_us, share_us * blocks) + of_a_tile for blocks in of_blocks)
+
+
+def _scale_bytes(tile: HopperTile) -> int:
+    """Of a stage, behind the layout that other kernels have: a scale a row, one for all columns, and whole 16 bytes."""
+    return (tile.block_m + 4) * 4
 
 
 def _scale_strides(scale: Operand, axis: int) -> tuple[int]:
@@ -130,6 +164,7 @@ def _obstacles(x: Operand, w: Operand, batches: list[Any], device: DeviceInfo) -
 def fp8_kernel(
     dtype: DType,
     *,
+    tile: HopperTile = _TILE,
     bias: DType | None = None,
     tma_store: bool = True,
     pair_y: bool = True,
@@ -139,8 +174,8 @@ def fp8_kernel(
     producer, consumer = _REGISTER_SHARES
     return kernel_spec(
         "gemm/hopper/linear_fp8.cu", "linear_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
-        Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kBlockM=_TILE.block_m, kBlockN=_TILE.block_n,
-        kStages=_TILE.stages, kTmaStore=tma_store, kVectorY=2 if pair_y else 1,
+        Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kBlockM=tile.block_m, kBlockN=tile.block_n,
+        kStages=tile.stages, kSplit=tile.split, kTmaStore=tma_store, kVectorY=2 if pair_y else 1,
         kVectorBias=2 if bias is not None and pair_bias else 1,
         kProducerRegisters=producer, kConsumerRegisters=consumer,
     )  # fmt: skip
@@ -204,8 +239,18 @@ LINEAR_FP8 = OpSpec(
 
 
 def representative_specs() -> list[KernelSpec]:
-    """Kernels that stand for all: both ways to store, bias of both types."""
+    """Kernels that stand for all: both ways to store, bias of both types, few rows with K whole and in parts."""
+    few = [fp8_kernel(dtypes.bf16, tile=replace(_FEW_ROWS_TILE, split=split)) for split in _SPLITS]
     return [
+        *few,
+        fp8_kernel(
+            dtypes.f16,
+            tile=replace(_FEW_ROWS_TILE, split=4),
+            bias=dtypes.f16,
+            tma_store=False,
+            pair_y=False,
+            pair_bias=False,
+        ),
         fp8_kernel(dtypes.bf16),
         fp8_kernel(dtypes.f16, bias=dtypes.f32),
         fp8_kernel(dtypes.bf16, bias=dtypes.bf16, tma_store=False, pair_y=False, pair_bias=False),

@@ -16,7 +16,7 @@ from cki.device import sim_device
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.operand import dense
 from cki.ops.call import call
-from cki.ops.linear_fp8 import LINEAR_FP8, plan_linear_fp8
+from cki.ops.linear_fp8 import LINEAR_FP8, choose_fp8_tile, plan_linear_fp8
 from cki.plan import Plan
 from tests.compare import assert_close
 from tests.ops.inputs import BF16, E4M3, F16, F32, normal
@@ -79,6 +79,42 @@ def test_a_block_with_several_tiles(hopper):
     truth = cki.reference.linear_fp8(x, x_scale, w, w_scale)
     assert_close(results[0], truth, truth.astype(BF16))
     assert np.array_equal(*results)
+
+
+# Rows of one and of all warps; parts of K unequal, shorter and longer than the ring; columns beyond TMA's stores.
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "split"),
+    [(64, 1424, 264, 4), (1, 1040, 129, 8), (17, 272, 128, 2), (33, 2320, 40, 2), (50, 1424, 264, 1)],
+)
+def test_few_rows_with_k_in_parts(hopper, rows, depth, columns, split):
+    tile = dataclasses.replace(choose_fp8_tile(rows, depth, columns, 132), split=split)
+
+    def plan(p, outputs, device):
+        given = (p["x"], p["x_scale"], p["w"], p["w_scale"], p["bias"], outputs["out"], device)
+        return Plan(plan_linear_fp8(*given, tile=tile))
+
+    spec = dataclasses.replace(LINEAR_FP8, name=f"linear_fp8_in_{split}", plan=plan)
+    x, w, blocks = codes((rows, depth), 1), codes((columns, depth), 2), -(-depth // 128)
+    x_scale, w_scale = scales((rows, blocks), 3), scales((-(-columns // 128), blocks), 4)
+    bias = normal((columns,), F32, 5)
+    results = []
+    for seed in range(2):
+        with every_check(hopper, seed):
+            y = call(spec, tuple(map(hopper.array, (x, x_scale, w, w_scale, bias))), ("bf16",), (None,))
+        results.append(hopper.numpy(y))
+    truth = cki.reference.linear_fp8(x, x_scale, w, w_scale, bias)
+    assert_close(results[0], truth, truth.astype(BF16))
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("depth", "columns", "split"),
+    [(4096, 6144, 2), (4096, 4096, 4), (4096, 24576, 1), (12288, 4096, 4), (100, 8, 1)],
+)
+def test_the_parts_of_few_rows_fill_the_gpu_once(depth, columns, split):
+    tile = choose_fp8_tile(64, depth, columns, 132)
+    assert (tile.block_m, tile.split) == (64, split)
+    assert choose_fp8_tile(65, depth, columns, 132).split == 1
 
 
 def test_scales_of_rows_and_of_all(hopper):

@@ -1,9 +1,10 @@
-// The sum of a tile whose K is split over the two blocks of a cluster.
+// The sum of a tile whose K is split over the blocks of a cluster.
 //
-// Each block finishes half of the warps' parts of the tile. The same warps of the other block store their sums, as the
-// accumulators of each lane in pieces of 16 bytes, into its shared memory, where a warp that finishes nothing there has
-// its buffers. Nobody waits for a store before the one barrier, nor reads from afar. (Sums in both blocks' memory, which
-// the cluster's warps then read and added, cost 0.6 us more.) Two parts have one sum: the same bits in every run.
+// Each block finishes as many of the warps' parts of the tile. The same warps of the other blocks store their sums, as the
+// accumulators of each lane in pieces of 16 bytes, into its shared memory, where warps that finish nothing there have
+// their buffers. Nobody waits for a store before the one barrier, nor reads from afar. (Sums in both blocks' memory, which
+// the cluster's warps then read and added, cost 0.6 us more.) The owner adds them in the order of K to its own: the same
+// bits in every run.
 #pragma once
 
 #include "common/types.cuh"
@@ -12,14 +13,14 @@
 
 namespace cki::gemm {
 
-template <int kRowTiles, int kCount, int kWarps>
+template <int kRowTiles, int kCount, int kWarps, int kBlocks = 2>
 struct PushedSum {
-  static constexpr int kOwned = kWarps / 2;  // warps that finish, of a block
+  static constexpr int kOwned = kWarps / kBlocks;  // warps that finish, of a block
   static constexpr int kPieces = kRowTiles * kCount / 4;
   static constexpr int kStride = kOutputBuffers * kWarpSlabBytes;  // of a warp's buffers
-  static constexpr bool kFits = kPieces * 32 * 16 <= kStride;
+  static constexpr bool kFits = kOwned * kBlocks == kWarps && kPieces * 32 * 16 <= kStride;
 
-  unsigned char* memory;  // the buffers, at the same place in both blocks
+  unsigned char* memory;  // the buffers, at the same place in all blocks
 
   // Which block finishes a warp's part.
   static __device__ __forceinline__ int owner_of(int warp) { return warp / kOwned; }
@@ -39,17 +40,20 @@ struct PushedSum {
     }
   }
 
-  // Behind the cluster's barrier, the owner: sum is of both blocks.
+  // Behind the cluster's barrier, the owner: sum is of all blocks.
   __device__ __forceinline__ void add_to(float (&sum)[kRowTiles][kCount], int warp, int rank) const {
-    const unsigned char* from = pieces_of(warp, 1 - rank);
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const float4 part = *reinterpret_cast<const float4*>(from + piece * 32 * 16);
-      float* total = sum[piece * 4 / kCount] + piece * 4 % kCount;
-      total[0] += part.x;
-      total[1] += part.y;
-      total[2] += part.z;
-      total[3] += part.w;
+    for (int i = 1; i < kBlocks; ++i) {
+      const unsigned char* from = pieces_of(warp, i <= rank ? i - 1 : i);
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const float4 part = *reinterpret_cast<const float4*>(from + piece * 32 * 16);
+        float* total = sum[piece * 4 / kCount] + piece * 4 % kCount;
+        total[0] += part.x;
+        total[1] += part.y;
+        total[2] += part.z;
+        total[3] += part.w;
+      }
     }
   }
 };

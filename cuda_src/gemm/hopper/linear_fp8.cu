@@ -13,20 +13,26 @@
 // Scales.  A warp beside the producer copies a stage's 128 scales of rows and the one of columns behind its codes
 //          (cp.async, which arrives at the stage's barrier): consumers that loaded them would wait for memory in front
 //          of their next products.
+// Few.     kBlockM = 64, for rows of which more would be none: the consumers have 64 columns each. Memory's rate is what
+//          counts then, so the blocks are many: kSplit of a cluster have one tile, each a part of K, and each finishes a part
+//          of the tile for all (cluster_sum.cuh). Not persistent: a block has one tile. The first weights are on their way
+//          to L2 while the launch before ends.
 // Traffic. As there, of half as many bytes; 4 bytes of scales for each 128 of x.
 //
-// Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kHasBias, kTmaStore,
-//   kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
+// Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kSplit, kHasBias,
+//   kTmaStore, kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 128 x kBlockM, w_map 128 x kBlockN, y_map 64 x 16, unused without kTmaStore.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and kStageScales floats a stage.
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
+#include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/epilogue.cuh"
 #include "gemm/hopper/row_norm.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -41,7 +47,11 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kScaledDepth = 128;  // elements of K with one scale: a stage, and a row of it
 constexpr int kStepDepth = 32;     // of one product
-static_assert(kBlockM == 64 * kConsumers, "a consumer has one wgmma tile");
+constexpr bool kShareColumns = kBlockM == 64;
+constexpr int kGroupColumns = kShareColumns ? kBlockN / kConsumers : kBlockN;  // of a consumer
+constexpr int kStagesAhead = kShareColumns ? kStages : 0;
+static_assert(kShareColumns || kBlockM == 64 * kConsumers, "a consumer has one wgmma tile");
+static_assert(kSplit == 1 || kShareColumns, "few rows");
 static_assert(kBlockN == kScaledDepth, "a tile's columns have one scale");
 
 struct Rules {
@@ -56,6 +66,8 @@ struct Rules {
 
 using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers>;
 using Ring = StageRing<kStages>;
+using Pushed = gemm::PushedSum<1, kGroupColumns / 2, 4 * kConsumers, kSplit>;
+static_assert(kSplit == 1 || Pushed::kFits, "each block finishes a part of the tile");
 
 constexpr int kStageScales = kBlockM + 4;  // floats: rows', the columns', and none, for whole units of 16 bytes
 static_assert(Layout::kBytes % 16 == 0, "scales begin at a whole unit");
@@ -81,7 +93,7 @@ __device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const flo
 }
 
 // Waits for the ring's stage and starts its products, alone in `part`.
-__device__ __forceinline__ void start_products(float (&part)[kBlockN / 2], Ring& ring, u64 x_at, u64 w_at) {
+__device__ __forceinline__ void start_products(float (&part)[kGroupColumns / 2], Ring& ring, u64 x_at, u64 w_at) {
   ring.wait_full();
   ptx::wgmma_fence();
   // The shuffle: descriptors in uniform registers, fewer instructions.
@@ -89,10 +101,18 @@ __device__ __forceinline__ void start_products(float (&part)[kBlockN / 2], Ring&
 #pragma unroll
   for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
     const u32 at = stage + static_cast<u32>(step * kStepDepth);
-    ptx::wgmma<kBlockN, e4m3>(part, gemm::step_on(x_at, at), gemm::step_on(w_at, at), step > 0);
+    ptx::wgmma<kGroupColumns, e4m3>(part, gemm::step_on(x_at, at), gemm::step_on(w_at, at), step > 0);
   }
   ptx::wgmma_commit_group();
   ring.advance();
+}
+
+// By warps that compute nothing: their share in the consumers' cluster barriers.
+__device__ __forceinline__ void leave_cluster() {
+  if constexpr (kSplit > 1) {
+    ptx::cluster_wait();
+    ptx::cluster_sync();
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -103,8 +123,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int tiles_m = (rows + kBlockM - 1) / kBlockM, tiles_n = (columns + kBlockN - 1) / kBlockN;
-  const int tiles = tiles_m * tiles_n, k_tiles = (depth + kScaledDepth - 1) / kScaledDepth;
-  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const int tiles = tiles_m * tiles_n, all_k_tiles = (depth + kScaledDepth - 1) / kScaledDepth;
+  const int block = static_cast<int>(blockIdx.x) / kSplit, blocks = static_cast<int>(gridDim.x) / kSplit;
+  const int rank = static_cast<int>(blockIdx.x) % kSplit;  // which part of K
+  const int first_k = static_cast<int>(static_cast<i64>(all_k_tiles) * rank / kSplit);
+  const int k_tiles = static_cast<int>(static_cast<i64>(all_k_tiles) * (rank + 1) / kSplit) - first_k;
 
   Ring ring(smem + Layout::kRing);
   float* const scales = reinterpret_cast<float*>(smem + Layout::kBytes);
@@ -116,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  if constexpr (kSplit > 1) ptx::cluster_arrive_relaxed();  // the block has started; who writes into it waits for that
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -124,8 +148,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int number = block; number < tiles; number += blocks) {
         const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
         const int row = tile.m * kBlockM;
-        copy_scales(scales, ring, x_scale + row * x_scale_row, w_scale + tile.n * w_scale_n, rows - row, k_tiles,
-                    x_scale_row, x_scale_k, w_scale_k);
+        copy_scales(scales, ring, x_scale + row * x_scale_row + first_k * x_scale_k,
+                    w_scale + tile.n * w_scale_n + first_k * w_scale_k, rows - row, k_tiles, x_scale_row, x_scale_k,
+                    w_scale_k);
       }
 #pragma unroll 1
       for (int i = 0; i < kStages; ++i) {  // its copies have landed when what they brought has been read
@@ -133,21 +158,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ring.advance();
       }
     }
-    if (threadIdx.x >= 32 || !ptx::elect_one()) return;
-    ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
-    for (int number = block; number < tiles; number += blocks) {
-      const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-      for (int k = 0; k < k_tiles; ++k) {
-        ring.wait_empty();
-        unsigned char* stage = smem + ring.stage * Layout::kStageBytes;
-        u64* full = ring.full + ring.stage;
-        ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
-        ptx::tma_load_2d(stage, &x_map, full, k * kScaledDepth, tile.m * kBlockM);
-        ptx::tma_load_2d(stage + Layout::kBytesX, &w_map, full, k * kScaledDepth, tile.n * kBlockN);
-        ring.advance();
+    if (threadIdx.x >= 32) {
+      leave_cluster();
+      return;
+    }
+    const bool elected = ptx::elect_one();
+    // The others of the warp may go, or must meet it at the cluster's end. Alone, its loop is uniform for the compiler.
+    if (kSplit == 1 && !elected) return;
+    if (elected) {
+      const auto depth_of = [&](int k) { return (first_k + k) * kScaledDepth; };
+      // No read, so it need not wait for the launch before.
+      for (int k = 0; k < min(k_tiles, kStagesAhead); ++k) {
+        ptx::tma_prefetch_2d(&w_map, depth_of(k), gemm::tile_of_block(block, tiles_m, tiles_n).n * kBlockN);
+      }
+      ptx::griddepcontrol_wait();
+      ptx::griddepcontrol_launch_dependents();
+      for (int number = block; number < tiles; number += blocks) {
+        const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+        for (int k = 0; k < k_tiles; ++k) {
+          ring.wait_empty();
+          unsigned char* stage = smem + ring.stage * Layout::kStageBytes;
+          u64* full = ring.full + ring.stage;
+          ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
+          ptx::tma_load_2d(stage, &x_map, full, depth_of(k), tile.m * kBlockM);
+          ptx::tma_load_2d(stage + Layout::kBytesX, &w_map, full, depth_of(k), tile.n * kBlockN);
+          ring.advance();
+        }
       }
     }
+    if constexpr (kSplit > 1) __syncwarp();
+    leave_cluster();
     return;
   }
 
@@ -155,8 +195,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   ptx::griddepcontrol_wait();
   const int consumer = warpgroup - 1;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
-  const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + consumer * 64 * gemm::kSpan);
-  const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + Layout::kBytesX);
+  const int group_row = kShareColumns ? 0 : consumer * 64, group_column = kShareColumns ? consumer * kGroupColumns : 0;
+  const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + group_row * gemm::kSpan);
+  const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + Layout::kBytesX + group_column * gemm::kSpan);
   gemm::OutputBuffers buffers{smem + Layout::kOutput +
                               (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
   const gemm::Result<Element, Bias> result = {
@@ -167,26 +208,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const bool in_turns = k_tiles > kStages + 1;
   for (int number = block; number < tiles; number += blocks) {
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-    const int first_row = tile.m * kBlockM + consumer * 64 + warp * 16, first_column = tile.n * kBlockN;
-    gemm::prefetch_inputs<Rules, 1, kBlockN>(result, first_row, first_column);
-    float sum[1][kBlockN / 2] = {};
-    float even[kBlockN / 2], odd[kBlockN / 2];  // products of stages in turn
-    Ring done = ring;                           // one stage behind
+    const int first_row = tile.m * kBlockM + group_row + warp * 16, first_column = tile.n * kBlockN + group_column;
+    const bool finishes = kSplit == 1 || Pushed::owner_of(consumer * 4 + warp) == rank;
+    if (finishes) gemm::prefetch_inputs<Rules, 1, kGroupColumns>(result, first_row, first_column);
+    float sum[1][kGroupColumns / 2] = {};
+    float even[kGroupColumns / 2], odd[kGroupColumns / 2];  // products of stages in turn
+    Ring done = ring;                                       // one stage behind
     // The scales of the stage in turn, which has landed.
     const auto load_factors = [&](float(&factor)[2]) {
       const float* stage = scales + done.stage * kStageScales;
-      const float* own = stage + consumer * 64 + warp * 16 + lane / 4;
+      const float* own = stage + group_row + warp * 16 + lane / 4;
       const float of_columns = stage[kBlockM];
       factor[0] = own[0] * of_columns;
       factor[1] = own[8] * of_columns;
     };
     // Adds its products, which have ended.
-    const auto add_stage = [&](float(&part)[kBlockN / 2], const float(&factor)[2]) {
+    const auto add_stage = [&](float(&part)[kGroupColumns / 2], const float(&factor)[2]) {
       ptx::wgmma_fence_registers(part);
       __syncwarp();  // all lanes have read the stage's scales
       done.release();
 #pragma unroll
-      for (int i = 0; i < kBlockN / 2; ++i) sum[0][i] = fmaf(part[i], factor[i / 2 % 2], sum[0][i]);
+      for (int i = 0; i < kGroupColumns / 2; ++i) sum[0][i] = fmaf(part[i], factor[i / 2 % 2], sum[0][i]);
     };
     float factor[2];
     int k = 0;
@@ -217,8 +259,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       add_stage(even, factor);
     }
     gemm::SlabInputs<Rules, Element, Bias> inputs;
-    inputs.load(result, first_row, first_column);
-    gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, gemm::RowMoments<1>{});
+    if (finishes) inputs.load(result, first_row, first_column);
+    if constexpr (kSplit > 1) {
+      const Pushed pushed{smem + Layout::kOutput};
+      ptx::cluster_wait();
+      if (!finishes) pushed.push(sum, consumer * 4 + warp, rank);
+      ptx::cluster_sync();
+      if (finishes) pushed.add_to(sum, consumer * 4 + warp, rank);
+    }
+    if (finishes) gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, gemm::RowMoments<1>{});
   }
   if constexpr (kTmaStore) buffers.drain();
 }
