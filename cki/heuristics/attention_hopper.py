@@ -22,8 +22,10 @@ from cki.device import DeviceInfo
 
 #: How tiles reach blocks: `Schedule` in cuda_src/attention/hopper/scheduler.cuh.
 SCHEDULES = ("single", "fixed", "dynamic")
-#: Part of L2 for keys and values of a section: of tiles that differ in length, of others, and of packed sequences.
-_LIMITED_SHARE, _ALIKE_SHARE, _PACKED_SHARE = 0.16, 0.025, 0.55
+#: Part of L2 for keys and values of a section: of short tiles that differ in length, of tiles that do not, of others.
+_SHORT_SHARE, _ALIKE_SHARE, _LONG_SHARE = 0.16, 0.025, 0.55
+#: Row blocks of a head up to which its tiles are short.
+_SHORT_BLOCKS = 8
 _REGISTER_FILE = 65536
 #: Query rows of a consumer warpgroup: the M of wgmma.
 GROUP_ROWS = 64
@@ -39,7 +41,7 @@ class HopperTiles:
     copy_warps: 2 where one brings keys and one values, None for what suits the consumers.
     ahead: how many of a thread's weights are computed beside the search for the largest score, a register each; None
     for what the registers allow.  before_values: how many before the product of values is waited for; None for half of
-    them.  rolled: boxes of a cache are copied in loops that are not unrolled; None for what suits the consumers.
+    them.
     section: (batch, head) pairs in a section, whole groups; None for what `sections_of` finds."""
 
     consumers: int
@@ -53,7 +55,6 @@ class HopperTiles:
     copy_warps: int | None = None
     ahead: int | None = None
     before_values: int | None = None
-    rolled: bool | None = None
     section: int | None = None
 
     @property
@@ -89,13 +90,7 @@ class HopperTiles:
 
     def copying_warps(self, copies: int) -> int:
         """`copy_warps`, or its default for so many TMA boxes a tile of keys; 0: keys are not in a cache."""
-        return self.copy_warps or (
-            2 if (copies and self.consumers == 3) or self.copies_in_loops(copies) else 1
-        )
-
-    def copies_in_loops(self, copies: int) -> bool:
-        """`rolled`, or its default: two consumers and eight boxes, measured at head dimension 128."""
-        return self.consumers == 2 and copies >= 8 if self.rolled is None else self.rolled and copies > 0
+        return self.copy_warps or (2 if copies and self.consumers == 3 else 1)
 
     def register_shares(self, packed: bool = False) -> tuple[int, int]:
         """Registers of a producer's and of a consumer's thread after setmaxnreg; (0, 0): as launched.
@@ -145,8 +140,6 @@ class HopperTiles:
             text += f", {self.ahead} weights ahead"
         if self.before_values is not None:
             text += f", {self.before_values} before values"
-        if self.rolled is not None:
-            text += ", rolled" if self.rolled else ", not rolled"
         if self.section is not None:
             text += f", sections of {self.section}"
         return text if self.blocks_per_sm == 1 else f"{text}, {self.blocks_per_sm} blocks an SM"
@@ -171,14 +164,16 @@ def sections_of(
     kv_bytes: of one KV head.  row_blocks: tiles of one head.  resident: blocks that run at a time.  wanted: pairs,
     instead of what is best.  is_packed: a head's tiles are those of all sequences.
 
-    A section's keys and values take a small part of L2: with 33 MB, 64 heads of 512 keys and 256 columns were read from
-    memory in one burst and not at all in the next round, and the kernel took 1.03 to 1.2 times as long.
+    A section's keys and values take a small part of L2 where tiles are alike or short: with 33 MB, 64 heads of 512 keys
+    and 256 columns were read from memory in one burst and not at all in the next round, and the kernel took 1.03 to 1.2
+    times as long.  Long tiles that differ in length gain nothing by it, and at 256 columns lost 3 %.
     is_alike: all tiles have about as many keys.  Else the last section has tiles for one and a half rounds or 16 heads
     at least, so that long causal tiles find short ones to end with: fewer cost half a long tile (4 % at 16 heads of
     16384 tokens).
     """
     groups = batch_heads // group
-    share = _ALIKE_SHARE if is_alike else _PACKED_SHARE if is_packed else _LIMITED_SHARE
+    is_short = row_blocks <= _SHORT_BLOCKS and not is_packed
+    share = _ALIKE_SHARE if is_alike else _SHORT_SHARE if is_short else _LONG_SHARE
     size = min(groups, max(1, int(device.l2_bytes * share / max(kv_bytes, 1))))
     if wanted is not None:
         size = min(groups, max(1, wanted // group))

@@ -238,7 +238,7 @@ def plan_hopper(
         kSplitKeys=parts > 1, Result=out.dtype,
         kBlockKeys=tiles.block_keys, kStages=tiles.stages, kPingPong=tiles.ping_pong, kAhead=tiles.weights_ahead,
         kBeforeValues=tiles.weights_before_values,
-        kRolled=tiles.copies_in_loops(copies), kWholeBlocks=is_paged and k.shape[1] == box_keys,
+        kWholeBlocks=is_paged and k.shape[1] == box_keys,
         kUnitColumns=packed is not None and packed.has_unit_columns,
         kSchedule=SCHEDULES.index(tiles.schedule), kBoxKeys=box_keys, kMinBlocks=tiles.blocks_per_sm,
         kProducerRegisters=producer_registers, kConsumerRegisters=consumer_registers,

@@ -51,7 +51,7 @@ struct TileBoxes {
   int first_slot;
 
   // Of the tile from first_key on. Keys outside [0, keys) are not looked up.
-  __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys, TableIndex*) {
+  __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys) {
     const int column = first_key / (kIsBlock ? kBoxKeys : row.block_size);
     const i64 step = kUnitColumns ? 1 : row.entry_stride;
     const TableIndex* entry = row.entries + column * step;
@@ -80,62 +80,6 @@ struct TileBoxes {
       if (slot == block_size) slot = 0;
     }
   }
-};
-
-// The same by way of the thread's own shared memory, in loops that are not unrolled.
-template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kUnitColumns>
-struct RolledTileBoxes {
-  const TableIndex* entries;
-  int count;
-  int first_slot;
-
-  __device__ __forceinline__ void find(const BlockRow<TableIndex>& row, int first_key, int keys, TableIndex* own) {
-    constexpr int kBytes = static_cast<int>(sizeof(TableIndex));
-    const int column = first_key / (kIsBlock ? kBoxKeys : row.block_size);
-    const i64 step = kUnitColumns ? 1 : row.entry_stride;
-    const TableIndex* entry = row.entries + column * step;
-    int slot = first_slot = kIsBlock ? 0 : first_key - column * row.block_size;
-    count = first_key < 0 ? 0 : min(kBoxes, (keys - first_key + kBoxKeys - 1) / kBoxKeys);
-    entries = own;
-    if (kIsBlock && kUnitColumns && count == kBoxes) {
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) ptx::cp_async<kBytes>(own + box, entry + box);
-    } else {
-#pragma unroll 1
-      for (int box = 0; box < count; ++box) {
-        ptx::cp_async<kBytes>(own + box, entry);
-        slot += kBoxKeys;
-        if (kIsBlock || slot == row.block_size) {
-          slot = 0;
-          entry += step;
-        }
-      }
-    }
-    ptx::cp_async_commit_group();
-  }
-
-  template <class Copy>
-  __device__ __forceinline__ void for_each(int block_size, Copy copy) const {
-    int slot = first_slot, box = 0;
-    ptx::cp_async_wait_group<0>();
-#pragma unroll 1
-    for (; box < count; ++box) {
-      copy(box, KeyPlace{block_coordinate(entries[box]), kIsBlock ? 0 : slot});
-      slot += kBoxKeys;
-      if (slot == block_size) slot = 0;
-    }
-#pragma unroll 1
-    for (; box < kBoxes; ++box) copy(box, KeyPlace{-1, 0});
-  }
-};
-
-template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kUnitColumns, bool kRolled>
-struct BoxesOf {
-  using Type = TileBoxes<TableIndex, kBoxes, kBoxKeys, kIsBlock, kUnitColumns>;
-};
-template <class TableIndex, int kBoxes, int kBoxKeys, bool kIsBlock, bool kUnitColumns>
-struct BoxesOf<TableIndex, kBoxes, kBoxKeys, kIsBlock, kUnitColumns, true> {
-  using Type = RolledTileBoxes<TableIndex, kBoxes, kBoxKeys, kIsBlock, kUnitColumns>;
 };
 
 // The places of the keys of a tile that this thread looks up: kTileKeys shared out among kThreads.

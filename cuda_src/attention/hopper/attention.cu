@@ -135,14 +135,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
       });
     }
     if (warp >= kCopyWarps || !ptx::elect_one()) return;
-    __shared__ __align__(16) TableIndex scratch[kRolled ? 2 : 1][2][kRolled ? kBlockKeys / kBoxKeys : 1];
     // Of a cache: looked up when the tile before is on its way, which hides the latency.
     const auto find_boxes = [&](const SequenceTile& tile, const Range& range, int j) {
       Boxes boxes{};
       if constexpr (kPaged) {
-        if (j >= range.begin_tile) {
-          boxes.find(table_row_of(tile), j * kBlockKeys, tile.keys, scratch[kRolled ? warp : 0][j % 2]);
-        }
+        if (j >= range.begin_tile) boxes.find(table_row_of(tile), j * kBlockKeys, tile.keys);
       }
       return boxes;
     };

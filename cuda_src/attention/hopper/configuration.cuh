@@ -85,7 +85,7 @@ using ValueTile = SlabTile<kBlockKeys, kValueDim, kValueSpan>;
 using Layout = SharedLayout<kConsumers, QueryTile, KeyTile, ValueTile, kStages,
                             static_cast<int>(kVarlen ? sizeof(SequenceTile) : sizeof(WorkTile))>;
 // Of keys and values in a cache.
-using Boxes = typename BoxesOf<TableIndex, kBlockKeys / kBoxKeys, kBoxKeys, kWholeBlocks, kUnitColumns, kRolled>::Type;
+using Boxes = TileBoxes<TableIndex, kBlockKeys / kBoxKeys, kBoxKeys, kWholeBlocks, kUnitColumns>;
 using DenseWork = WorkSource<static_cast<Schedule>(kSchedule), kLimitRight>;
 using Sequences = SequenceList<kBlockQueries, kPaged, QueryOffset, KeyOffset>;
 using PackedWork = PackedWorkSource<static_cast<Schedule>(kSchedule), kLimitRight, Sequences>;
