@@ -100,9 +100,9 @@ class HopperTile:
 
     @property
     def fetched_bytes(self) -> int:
-        """What a residual that TMA brings takes more: buffers for all of a warp's slabs, and a barrier a warp."""
-        warps, slabs = 4 * self.consumers, self.accumulators // 32
-        return warps * (max(0, slabs - 2) * 16 * _ROW_BYTES + 8)
+        """What a residual that TMA brings takes more: buffers for up to four slabs of a warp, and a barrier a warp."""
+        warps, buffers = 4 * self.consumers, min(self.accumulators // 32, 4)
+        return warps * (max(0, buffers - 2) * 16 * _ROW_BYTES + 8)
 
     @property
     def board_bytes(self) -> int:
@@ -141,6 +141,11 @@ FETCHING_TILES = (
     HopperTile(128, 128, 5, True, fetches=True), HopperTile(128, 128, 6, fetches=True),
     HopperTile(64, 128, 8, True, fetches=True), HopperTile(64, 64, 8, True, fetches=True),
 )  # fmt: skip
+#: Tiles half as wide again, of few stages: with a residual that TMA brings, and without. Beside a running tensor core
+#: each instruction of a finish and of the loop counts, and the wider tile has a third fewer of the loop's for each
+#: product; and L2 gives an SM 64 bytes a clock, which tiles of 128 x 128 take whole: a residual costs 6 % at K = 1024.
+WIDE_TILES = (HopperTile(128, 192, 4, True, fetches=True), HopperTile(128, 192, 4, True))
+_WIDE_STAGES, _WIDE_ROUNDS = 16, 1.035
 #: What `bench/gemm.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
     *TILES, HopperTile(64, 256, 4, True), HopperTile(128, 128, 6, True, sharers=2), HopperTile(128, 256, 4, sharers=2),
@@ -157,6 +162,14 @@ def norm_fits(tile: HopperTile, norm: str | None) -> bool:
     if norm is None:
         return True
     return tile.split == 1 and tile.consumers > 1 and (norm != "layer" or tile.block_n <= 128)
+
+
+def wide_fits(activation: str | None, *, residual: bool, fetched: bool, norms: bool) -> bool:
+    """Whether the finish of tiles with more than 128 sums a thread has registers enough.
+
+    fetched: TMA brings the residual.  norms: rows are normalised, or their statistics stored.
+    """
+    return not norms and (not residual or (fetched and activation is None))
 
 
 def tile_count(tile: HopperTile, rows: int, columns: int) -> int:
@@ -223,13 +236,14 @@ def choose_hopper_tile(
 
 def preferred_hopper_tile(
     rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False,
-    gated: bool = False, norm: str | None = None,
+    gated: bool = False, norm: str | None = None, may_be_wide: bool = False,
 ) -> HopperTile | None:  # fmt: skip
     """The tile when the kernel is the better choice for a product of 16-bit elements that asks for none; else None.
 
     It must be so for a launch that follows no other too: small products keep the generic kernel.
     gated: columns are gates and ups, of which every consumer needs whole 64.
     norm: "layer", "rms" or "residual": what is normalised on the way, see `norm_fits`.
+    may_be_wide: the finish is one for which tiles half as wide again may be better: GELU, or a residual by TMA.
     """
     among = [
         tile
@@ -242,7 +256,9 @@ def preferred_hopper_tile(
     )
     if 48 < rows <= 64 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES:
         tile = _heavy_tile(columns, device)
-    if residual and (tile.split, tile.consumers) == (1, 2):
+    if may_be_wide and _is_better_wide(tile, rows, columns, depth, device):
+        tile = WIDE_TILES[0 if residual else 1]
+    elif residual and (tile.split, tile.consumers) == (1, 2):
         shape = (tile.block_m, tile.block_n, tile.ping_pong)
         fetching = next((t for t in FETCHING_TILES if shape == (t.block_m, t.block_n, t.ping_pong)), tile)
         tile = replace(tile, stages=fetching.stages, fetches=fetching.fetches)
@@ -264,6 +280,15 @@ def _shares_weight(tile: HopperTile, rows: int, columns: int, device: DeviceInfo
     is_usual = tile.ping_pong and (tile.block_m, tile.block_n) == (128, 128)
     pairs = -(-rows // tile.block_m) % 2 == 0
     return is_usual and pairs and tile_count(tile, rows, columns) >= 2 * device.sm_count
+
+
+def _is_better_wide(tile: HopperTile, rows: int, columns: int, depth: int, device: DeviceInfo) -> bool:
+    """Whether a finish that costs is better off in a tile half as wide again: where its rounds take hardly longer."""
+    wide, sms = WIDE_TILES[0], max(device.sm_count, 1)
+    if not tile.ping_pong or (tile.block_m, tile.block_n) != (128, 128) or _stages(depth) > _WIDE_STAGES:
+        return False
+    rounds, wide_rounds = (-(-tile_count(t, rows, columns) // sms) for t in (tile, wide))
+    return wide_rounds * wide.block_n / tile.block_n <= _WIDE_ROUNDS * rounds
 
 
 def _heavy_tile(columns: int, device: DeviceInfo) -> HopperTile:

@@ -111,7 +111,7 @@ CANDIDATES = (
     SkinnyTile(32, 64, 2, 2, 4),
     *_with_splits(64, 64, 2, 2, 6), *_with_splits(64, 128, 2, 2, 4), *_with_splits(64, 256, 4, 2, 5),
     SkinnyTile(64, 64, 2, 2, 3),
-    SkinnyTile(16, 64, 1, 4, 5, own_rings=True),
+    SkinnyTile(16, 64, 1, 4, 5, own_rings=True), SkinnyTile(16, 96, 1, 4, 4, own_rings=True),
 )  # fmt: skip
 #: Stages of a ring of a warp's own, from which on the next launch should begin before the last copies.
 _LONG_RING = 32
@@ -156,7 +156,8 @@ def _launched(tile: SkinnyTile, rows: int, columns: int, stages: int, device: De
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
     if tile.own_rings:
-        return replace(tile, ahead=12, left=4 if stages > _LONG_RING * tile.warps_k else 0)
+        ahead = 12 if tile.block_n <= 64 else 8  # as many bytes
+        return replace(tile, ahead=ahead, left=4 if stages > _LONG_RING * tile.warps_k else 0)
     across, down, _ = skinny_blocks(tile, rows, columns)
     return replace(tile, ahead=4, left=0) if across * down <= device.sm_count else replace(tile, left=4)
 

@@ -22,11 +22,13 @@ from cki.heuristics.linear_hopper import (
     SPARE_REGISTER_SHARES,
     STAGE_DEPTH,
     STATISTICS_COLUMNS,
+    WIDE_TILES,
     HopperTile,
     beats_generic,
     choose_hopper_tile,
     norm_fits,
     preferred_hopper_tile,
+    wide_fits,
 )
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
@@ -39,8 +41,6 @@ _PARAMS = "TTTTPPPiiiiiqqqqqPfPPPPqqqP"
 _STORE_ROWS = 16
 #: Tile numbers are 32-bit, and step past the last by two rounds of blocks.
 _MAX_TILES = 2**31 - 2**20
-
-
 #: The numbers of RowNorm in cuda_src/gemm/hopper/row_norm.cuh, by what is normalised.
 _ROW_NORMS = {None: 0, "layer": 1, "rms": 2, "residual": 3}
 #: Of Activation in cuda_src/gemm/activation.cuh: GELU of two f16 at once (`HopperTile.pairs`).
@@ -104,7 +104,6 @@ def preferred(
     activation: str | None = None, *, gated: bool = False, norm: str | None = None, statistics: bool = False,
 ) -> HopperTile | None:  # fmt: skip
     """The tile when this kernel can and should compute the product, else None.  access: how w is read.
-
     gated: w has twice y's columns.  norm: a `RowNorm`'s kind.  statistics: those of y's rows are wanted.
     """
     if y.size == 0 or device.arch != _ARCH or (statistics and not stores_by_tma(y)):
@@ -113,9 +112,13 @@ def preferred(
     columns = y.shape[-1] * (2 if gated else 1)
     if hopper_obstacles(x, w, columns, access, batches, device) or (gated and _halves_obstacles(y, access)):
         return None
+    fetched = residual is not None and stores_by_tma(y) and _is_for_tma(residual, batches)
+    norms = gated or norm is not None or statistics
+    may_be_wide = fetched or (residual is None and activation in ("gelu", "gelu_tanh"))
+    may_be_wide &= wide_fits(activation, residual=residual is not None, fetched=fetched, norms=norms)
     return preferred_hopper_tile(
         batches[0].rows, columns, x.shape[-1], device, activation=activation is not None,
-        residual=residual is not None, gated=gated, norm=norm,
+        residual=residual is not None, gated=gated, norm=norm, may_be_wide=may_be_wide,
     )  # fmt: skip
 
 
@@ -147,9 +150,7 @@ def _halves_obstacles(y: Operand, access: WeightAccess) -> list[str]:
 def preferred_for_parts(
     products: Sequence[tuple[Operand, Operand, Operand, WeightAccess]], device: DeviceInfo
 ) -> list[HopperTile]:
-    """A tile for each (x, w, y, access) when a launch for each beats one of the generic kernel for all; else none.
-
-    They share x."""
+    """A tile for each (x, w, y, access), of one x, when their launches beat one of the generic kernel; else none."""
     found: list[HopperTile] = []
     for x, w, y, access in products:
         batches = row_batches([x, y])
@@ -206,9 +207,7 @@ def plan_linear_hopper(
     if tile.sharers > 1 and (
         tile.split > 1 or STAGE_DEPTH % (8 * tile.sharers) or tile.block_n % (8 * tile.sharers)
     ):
-        obstacles.append(
-            f"tiles {tile}: a cluster splits K, or shares out the weight in multiples of eight rows"
-        )
+        obstacles.append(f"tiles {tile}: a cluster splits K, or shares the weight in multiples of eight rows")
     if tile.split > 1 and (tile.split > 2 or tile.ping_pong or tile.accumulators > 32):
         obstacles.append(f"tiles {tile}: two blocks share one tile, with at most 32 sums a thread")
     if tile.rows_x and (
@@ -217,6 +216,10 @@ def plan_linear_hopper(
         obstacles.append(f"tiles {tile}: rows in multiples of eight, and x has no more")
     if tile.consumers == 1 and (tile.ping_pong or tile.block_m > 64 or norm is not None or gates is not None):
         obstacles.append(f"tiles {tile}: small blocks have 64 rows, and no norms or gates")
+    norms = norm is not None or statistics is not None
+    fits = wide_fits(activation, residual=residual is not None, fetched=fetches, norms=norms)
+    if tile.accumulators > 128 and not fits:
+        obstacles.append(f"tiles {tile}: no registers for norms, nor for a residual but by TMA and alone")
     if gates is not None:
         obstacles += _halves_obstacles(y, access)
     if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
@@ -362,14 +365,12 @@ def _norm_arguments(norm: RowNorm | None, statistics: Operand | None) -> tuple[A
 def representative_specs() -> list[KernelSpec]:
     """Kernels that stand for all: every kind of tile, both weight orders, both ways to store, each activation."""
     f16, bf16, f32 = dtypes.f16, dtypes.bf16, dtypes.f32
-    wide, tall, square = HopperTile(128, 256), HopperTile(256, 128), HopperTile(128, 128)
+    wide, square = HopperTile(128, 256), HopperTile(128, 128)
     turns, flat = HopperTile(128, 128, ping_pong=True), HopperTile(64, 256, ping_pong=True)
     return [
-        hopper_kernel(bf16, wide, along_n=False),
-        hopper_kernel(f16, wide, bias=f16, activation="gelu", residual=True),
+        hopper_kernel(bf16, wide, along_n=False), hopper_kernel(f16, wide, bias=f16, activation="gelu", residual=True),
         hopper_kernel(f16, wide, bias=f32, activation="silu", residual=True, along_n=False, tma_store=False,
                       pair_y=False, pair_bias=False, pair_residual=False),
-        hopper_kernel(f16, tall, bias=f16, residual=True, along_n=False),
         hopper_kernel(bf16, square, bias=bf16, activation="gelu_tanh"),
         hopper_kernel(f16, turns, bias=f16, activation="gelu", residual=True, along_n=False),
         hopper_kernel(bf16, turns, bias=bf16, activation="relu", residual=True, tma_store=False),
@@ -385,6 +386,8 @@ def representative_specs() -> list[KernelSpec]:
             hopper_kernel(f16, tile, bias=f16, residual=True, statistics=True, norm=norm, fetches=True)
             for tile in FETCHING_TILES for norm in (None, "residual")
         ),
+        hopper_kernel(bf16, WIDE_TILES[0], residual=True, fetches=True),
+        hopper_kernel(f16, WIDE_TILES[1], bias=f32, activation="gelu", along_n=False),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", pairs=True),
         hopper_kernel(f16, HopperTile(128, 128, 6, True, sharers=2, spare_warps=True), bias=f32, activation="gelu",
                       norm="layer", along_n=False, pairs=True),

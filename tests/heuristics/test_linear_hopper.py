@@ -16,6 +16,7 @@ from cki.heuristics.linear_hopper import (
     LAUNCH_REGISTERS,
     REGISTER_SHARES,
     TILES,
+    WIDE_TILES,
     HopperTile,
     choose_hopper_tile,
     predicted_time,
@@ -142,11 +143,28 @@ def test_leading_axes_that_merge_are_rows():
         ({"tile": HopperTile(64, 64, 4, True, consumers=1)}, "small blocks have 64 rows"),
         ({"tile": HopperTile(128, 192, 3, sharers=16)}, "multiples of eight rows"),
         ({"tile": HopperTile(128, 128, 4, split=2, sharers=2)}, "a cluster splits K, or"),
+        ({"tile": HopperTile(128, 192, 4, True), "residual": dense("r", (1000, 520), dtypes.f16)}, "no registers for"),
     ],
 )  # fmt: skip
 def test_obstacles(operands, words):
     with pytest.raises(UnsupportedError, match=words):
         plan(**operands)
+
+
+def test_wide_tiles_where_a_finish_costs():
+    """GELU and residuals of short products, where wide tiles take hardly more rounds."""
+
+    def choice(rows: int, columns: int, depth: int, may_be_wide: bool = True, **options: Any) -> str:
+        found = preferred_hopper_tile(rows, columns, depth, H200, may_be_wide=may_be_wide, **options)
+        return str(found)
+
+    assert choice(8192, 4096, 1024, activation=True) == "128x192s4pp"
+    assert choice(8192, 4096, 1024, residual=True) == "128x192s4ppfetch"
+    assert choice(8192, 4096, 1024, activation=True, may_be_wide=False) == "128x128s6pp"
+    assert choice(8192, 4096, 4096, activation=True) == "128x128s6pp"  # a long K hides it
+    assert choice(8192, 1024, 1024, residual=True) == "128x128s5ppfetch"  # 4.5 rounds instead of 4
+    for tile in WIDE_TILES:
+        assert tile.shared_memory + tile.fetched_bytes <= H200.shared_memory_per_block
 
 
 def test_empty_results_need_no_launch():

@@ -11,7 +11,7 @@ import pytest
 import cki
 from cki import reference
 from cki.errors import UnsupportedError
-from cki.heuristics.linear_hopper import CANDIDATES, HopperTile
+from cki.heuristics.linear_hopper import CANDIDATES, WIDE_TILES, HopperTile
 from cki.ops.call import call
 from cki.ops.linear import LINEAR, plan_linear
 from cki.plan import Plan
@@ -249,6 +249,17 @@ def test_real_tiles(device, tile):
         normal((columns,), BF16, 3),
     )
     check(device, tile, x, w, bias, residual=normal((rows, columns), BF16, 4), weight_layout=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tile", WIDE_TILES, ids=str)
+def test_wide_tiles(device, tile, layout):
+    """A residual of more slabs than there are buffers, some outside; and GELU.  Several tiles a consumer."""
+    rows, columns, depth = 3 * tile.block_m + 72, 2 * tile.block_n + 72, 200
+    x, w = normal((rows, depth), BF16, 1), weight(depth, columns, BF16, layout)
+    bias, residual = normal((columns,), BF16, 3), normal((rows, columns), BF16, 4) if tile.fetches else None
+    options = {"residual": residual} if tile.fetches else {"activation": "gelu"}
+    check(device, tile, x, w, bias, weight_layout=layout, **options)
 
 
 @SMALL

@@ -324,6 +324,13 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
 #pragma unroll
   for (int slab = 0; slab < kSlabs; ++slab) {
     const int row_tile = slab % kRowTiles, across = slab / kRowTiles, next = slab + 1;
+    if constexpr (Rules::kTmaResidual && kSlabs > Rules::kBuffers) {
+      if (slab == kSlabs - Rules::kBuffers) {
+        buffers.template fetch<kRowTiles, Rules::kBuffers, Rules::kBuffers, kSlabs>(
+            result.residual_map, first_row, first_column, result.rows, result.columns);
+      }
+      if (slab == Rules::kBuffers) buffers.wait_fetched();
+    }
     SlabInputs<Rules, Element, Bias> ahead;
     if (next < kSlabs) {
       const int row = first_row + next % kRowTiles * 64, column = first_column + next / kRowTiles * kSlabColumns;

@@ -68,14 +68,17 @@ constexpr int kRowTiles = kGroupRows / 64;
 constexpr int kOutN = kGated ? kBlockN / 2 : kBlockN;  // columns of y in a tile
 constexpr int kTilesPerRound = kPingPong ? kConsumers : 1;
 static_assert(kRowTiles >= 1 && kRowTiles * 64 == kGroupRows, "a consumer has whole wgmma tiles");
-static_assert(kRowTiles * kGroupColumns <= 256, "at most 128 accumulators a thread");
+static_assert(kRowTiles * kGroupColumns <= 384, "at most 192 accumulators a thread");
 static_assert(kGroupColumns % gemm::kSlabColumns == 0, "a consumer has whole slabs");
 static_assert(kSplit == 1 || !kPingPong, "the blocks of a cluster have one tile");
 static_assert(kStages >= 2, "a stage is released only when the products of the next have been issued");
 
 // Of a warp: slabs that it finishes of a tile, and buffers for them.
 constexpr int kAcross = kGroupColumns / (kGated ? 2 : 1) / gemm::kSlabColumns, kSlabs = kRowTiles * kAcross;
-constexpr int kBuffers = kTmaResidual && kSlabs > gemm::kOutputBuffers ? kSlabs : gemm::kOutputBuffers;
+constexpr int kBuffers = !kTmaResidual || kSlabs <= gemm::kOutputBuffers ? gemm::kOutputBuffers
+                         : kSlabs < gemm::kResidualBuffers               ? kSlabs
+                                                                         : gemm::kResidualBuffers;
+constexpr int kFetchedFirst = kSlabs < kBuffers ? kSlabs : kBuffers;  // slabs of the residual; the others follow
 static_assert(!kTmaResidual || (kHasResidual && kTmaStore && kSplit == 1), "slabs of a residual that TMA can bring");
 
 // The epilogue; the names are the prelude's.
@@ -332,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       gemm::prefetch_inputs<Rules, kRowTiles, kGroupColumns / (kGated ? 2 : 1)>(result, first_row, first_column);
     }
     if constexpr (kTmaResidual) {
-      buffers.template fetch<kRowTiles, kAcross>(&residual_map, first_row, first_column, rows, columns);
+      buffers.template fetch<kRowTiles, kBuffers, 0, kFetchedFirst>(&residual_map, first_row, first_column, rows, columns);
     }
     gemm::RowMoments<kRowTiles> moments = {};
     bool is_cancelled = false;

@@ -17,20 +17,26 @@ struct OutputBuffers {
   u64* landed = nullptr;  // completes when a tile's residual is in the buffers
   u32 phase = 0;
 
-  // All lanes, before a tile's products: asks for the residual of the warp's slabs, kRowTiles below each other, that are
-  // inside rows x columns. Stores of the tile before have been read by then, or nearly.
-  template <int kRowTiles, int kAcross>
-  __device__ __forceinline__ void fetch(const TensorMap* map, int first_row, int first_column, int rows, int columns) {
+  // All lanes: asks for the residual of slabs [kFirst, kEnd) of the warp's, kRowTiles below each other, as far as they are
+  // inside rows x columns. Before a tile's products of those that have buffers of their own, when stores of the tile before
+  // have been read, or nearly.
+  template <int kRowTiles, int kBuffers, int kFirst, int kEnd>
+  __device__ __forceinline__ void fetch(const TensorMap* map, int first_row, int first_column, int rows, int columns) const {
     if (threadIdx.x % 32 != 0) return;
     ptx::bulk_wait_group_read<0>();
     const int down = first_row >= rows ? 0 : min((rows - first_row + 63) / 64, kRowTiles);
-    const int across = first_column >= columns ? 0 : min((columns - first_column + kSlabColumns - 1) / kSlabColumns, kAcross);
-    ptx::mbarrier_arrive_expect_tx(landed, static_cast<u32>(down * across * kWarpSlabBytes));
+    const int across = first_column >= columns ? 0 : (columns - first_column + kSlabColumns - 1) / kSlabColumns;
+    u32 bytes = 0;
 #pragma unroll
-    for (int slab = 0; slab < kRowTiles * kAcross; ++slab) {
+    for (int slab = kFirst; slab < kEnd; ++slab) {
+      bytes += slab % kRowTiles < down && slab / kRowTiles < across ? kWarpSlabBytes : 0;
+    }
+    ptx::mbarrier_arrive_expect_tx(landed, bytes);
+#pragma unroll
+    for (int slab = kFirst; slab < kEnd; ++slab) {
       const int i = slab % kRowTiles, j = slab / kRowTiles;
       if (i >= down || j >= across) continue;
-      ptx::tma_load_2d(memory + slab * kWarpSlabBytes, map, landed, first_column + j * kSlabColumns, first_row + i * 64);
+      ptx::tma_load_2d(buffer(slab % kBuffers), map, landed, first_column + j * kSlabColumns, first_row + i * 64);
     }
   }
 

@@ -20,6 +20,7 @@ constexpr int kSlabColumns = kSpan / 2;        // 16-bit elements of such a row
 constexpr int kStepDepth = 16;                 // elements of K in one wgmma
 constexpr int kWarpSlabBytes = 16 * kSpan;     // a warp's 16 rows x 64 columns of y on their way out
 constexpr int kOutputBuffers = 2;              // of each warp, where they do not receive a residual
+constexpr int kResidualBuffers = 4;            // where they do, at most; a wider tile's last slabs come when the first have gone
 
 template <int kBlockM, int kBlockN, int kStageCount, int kConsumerWarps, int kBuffers = kOutputBuffers>
 struct HopperLayout {
