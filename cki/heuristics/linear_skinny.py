@@ -123,8 +123,10 @@ def fits(tile: SkinnyTile, itemsize: int, device: DeviceInfo, *, along_n: bool) 
         return False
     sums = tile.block_m * tile.block_n // tile.warps_n // 32  # of a thread
     clusters = tile.split == 1 or device.arch not in _NO_CLUSTERS
-    # Rows of a weight's stage are whole groups of eight 16-byte chunks; fp32 keeps its sums twice in registers.
-    whole = not along_n or tile.block_n * itemsize % 128 == 0
+    # Rows of a weight's stage are whole groups of eight 16-byte chunks, of which each thread that copies has as many;
+    # fp32 keeps its sums twice in registers.
+    chunks, copiers = tile.block_n * itemsize // 16, 32 if tile.own_rings else tile.threads
+    whole = not along_n or (chunks % 8 == 0 and copiers % chunks == 0)
     return clusters and whole and sums * (itemsize // 2) <= 128 and not (tile.own_rings and tile.warps_n > 1)
 
 
