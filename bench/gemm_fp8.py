@@ -92,7 +92,7 @@ def with_tile(tile: HopperTile) -> Callable[..., Any]:
 def other_tiles(rows: int, depth: int, columns: int) -> dict[str, Callable[..., Any]]:
     """By name: the tile of many rows, and K of few rows in other parts."""
     few = choose_fp8_tile(1, depth, columns, 132)
-    tiles = [replace(few, split=split) for split in (1, 2, 4, 8)] if rows <= few.block_m else []
+    tiles = [replace(few, split=split) for split in (1, 2, 4)] if rows <= few.block_m else []
     return {f"cki {tile}": with_tile(tile) for tile in (choose_fp8_tile(65, depth, columns, 132), *tiles)}
 
 

@@ -16,11 +16,11 @@
 // Few.     kBlockM = 64, for rows of which more would be none: the consumers have 64 columns each. Memory's rate is what
 //          counts then, so the blocks are many: kSplit of a cluster have one tile, each a part of K, and each finishes a part
 //          of the tile for all (cluster_sum.cuh). Not persistent: a block has one tile. The first weights are on their way
-//          to L2 while the launch before ends.
+//          to L2 while the launch before ends; with kWeightsEarly, which says that it does not write them, into the ring.
 // Traffic. As there, of half as many bytes; 4 bytes of scales for each 128 of x.
 //
-// Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kSplit, kHasBias,
-//   kTmaStore, kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
+// Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kSplit, kWeightsEarly,
+//   kHasBias, kTmaStore, kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 128 x kBlockM, w_map 128 x kBlockN, y_map 64 x 16, unused without kTmaStore.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and kStageScales floats a stage.
 #include "common/stage_ring.cuh"
@@ -52,6 +52,7 @@ constexpr int kGroupColumns = kShareColumns ? kBlockN / kConsumers : kBlockN;  /
 constexpr int kStagesAhead = kShareColumns ? kStages : 0;
 static_assert(kShareColumns || kBlockM == 64 * kConsumers, "a consumer has one wgmma tile");
 static_assert(kSplit == 1 || kShareColumns, "few rows");
+static_assert(!kWeightsEarly || kShareColumns, "few rows");
 static_assert(kBlockN == kScaledDepth, "a tile's columns have one scale");
 
 struct Rules {
@@ -167,9 +168,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (kSplit == 1 && !elected) return;
     if (elected) {
       const auto depth_of = [&](int k) { return (first_k + k) * kScaledDepth; };
-      // No read, so it need not wait for the launch before.
-      for (int k = 0; k < min(k_tiles, kStagesAhead); ++k) {
-        ptx::tma_prefetch_2d(&w_map, depth_of(k), gemm::tile_of_block(block, tiles_m, tiles_n).n * kBlockN);
+      const auto stage_at = [&](int k) { return smem + k * Layout::kStageBytes; };
+      const int ahead = min(k_tiles, kStagesAhead), first_n = gemm::tile_of_block(block, tiles_m, tiles_n).n * kBlockN;
+      for (int k = 0; k < ahead; ++k) {
+        if constexpr (kWeightsEarly) {
+          ptx::mbarrier_arrive_expect_tx(ring.full + k, Layout::kStageBytes);
+          ptx::tma_load_2d(stage_at(k) + Layout::kBytesX, &w_map, ring.full + k, depth_of(k), first_n);
+        } else {  // no read, so it need not wait for the launch before
+          ptx::tma_prefetch_2d(&w_map, depth_of(k), first_n);
+        }
       }
       ptx::griddepcontrol_wait();
       ptx::griddepcontrol_launch_dependents();
@@ -177,11 +184,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
         for (int k = 0; k < k_tiles; ++k) {
           ring.wait_empty();
-          unsigned char* stage = smem + ring.stage * Layout::kStageBytes;
+          unsigned char* stage = stage_at(ring.stage);
           u64* full = ring.full + ring.stage;
-          ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
+          const bool has_weight = kWeightsEarly && number == block && k < ahead;
+          if (!has_weight) ptx::mbarrier_arrive_expect_tx(full, Layout::kStageBytes);
           ptx::tma_load_2d(stage, &x_map, full, depth_of(k), tile.m * kBlockM);
-          ptx::tma_load_2d(stage + Layout::kBytesX, &w_map, full, depth_of(k), tile.n * kBlockN);
+          if (!has_weight) ptx::tma_load_2d(stage + Layout::kBytesX, &w_map, full, depth_of(k), tile.n * kBlockN);
           ring.advance();
         }
       }
