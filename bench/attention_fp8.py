@@ -40,12 +40,14 @@ from cki.heuristics.attention_e4m3 import E4m3Tiles, choose_e4m3_tiles
 from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles
 from cki.kernel import KernelSpec
 from cki.operand import dense
+from cki.ops import varlen
 from cki.ops.attention import ATTENTION, plan_attention
 from cki.ops.attention_dropout import dropout_of
 from cki.ops.attention_e4m3 import Descales, descales_of, values_workspace
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.call import call
 from cki.ops.spec import OpSpec
+from cki.ops.varlen import VARLEN_ATTENTION
 from cki.plan import Plan
 
 DIMS = (64, 128, 256)
@@ -238,7 +240,7 @@ def measure(shape: Shape, variants: Sequence[str], rounds: int, shift: float) ->
     ]  # fmt: skip
 
 
-OTHERS = ("mask", "bias", "dropout", "head dimension 72")
+OTHERS = ("mask", "bias", "dropout", "head dimension 72", "packed")
 
 
 def other_call(what: str, tokens: int) -> tuple[Shape, dict[str, Any]]:
@@ -255,12 +257,44 @@ def other_call(what: str, tokens: int) -> tuple[Shape, dict[str, Any]]:
     if what == "dropout":
         seed, offset = (torch.tensor([n], device="cuda") for n in (1, 2))
         return shape, {"dropout_p": 0.1, "dropout_seed": seed, "dropout_offset": offset}
-    return shape._replace(heads=28, dim=72), {}
+    return (shape if what == "packed" else shape._replace(heads=28, dim=72)), {}
+
+
+def packed_calls(shape: Shape, generic: AttentionTiles) -> dict[str, Callable[..., Any]]:
+    """The batch as packed sequences of one length: by the generic kernel, by the choice, and our bf16."""
+    import torch
+
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda") * shape.tokens
+    spec = dataclasses.replace(VARLEN_ATTENTION, plan=functools.partial(varlen.plan, tiles=generic))
+    names = ("q_descale", "k_descale", "v_descale")
+
+    def flat(tensors: Sequence[Any]) -> tuple[Any, Any, Any]:
+        q, k, v = (t.flatten(0, 1) for t in tensors)
+        return q, k, v
+
+    def by_tiles(q: Any, k: Any, v: Any, out: Any, *codes: Any) -> Any:
+        tensors = dict(zip(("q", "k", "v", *names), (*flat(codes[:3]), *codes[3:]))) | {
+            "cu_seqlens_q": starts
+        }
+        given = tuple(tensors.get(item.name) for item in spec.inputs)
+        call(spec, given, tuple(item.default for item in spec.attributes), (out.flatten(0, 1), None))
+        return out
+
+    def public(q: Any, k: Any, v: Any, out: Any, *codes: Any) -> Any:
+        q, k, v = flat(codes[:3])
+        cki.varlen_attention(q, k, v, starts, **dict(zip(names, codes[3:])), out=out.flatten(0, 1))
+        return out
+
+    def bf16(q: Any, k: Any, v: Any, out: Any, *codes: Any) -> Any:
+        q, k, v = flat((q, k, v))
+        cki.varlen_attention(q, k, v, starts, out=out.flatten(0, 1))
+        return out
+
+    return {"cki e4m3 generic": by_tiles, "cki e4m3 as f16": public, "cki bf16": bf16}
 
 
 def measure_other(what: str, tokens: int, rounds: int) -> list[dict[str, object]]:
     """Rows of one such call."""
-
     shape, given = other_call(what, tokens)
     inputs = [make_inputs(shape, seed) for seed in range(2)]
     device, dim = sim_device("sm_90a"), padded(shape.dim)
@@ -274,6 +308,7 @@ def measure_other(what: str, tokens: int, rounds: int) -> list[dict[str, object]
         "cki e4m3 as f16": tiles_call(shape, tiles, **given),
     }
     runs["cki bf16"] = lambda q, k, v, out, *_: cki.attention(q, k, v, causal=shape.causal, out=out, **given)
+    runs = packed_calls(shape, generic) if what == "packed" else runs
     found = [run(*inputs[0]).float().clone() for run in runs.values()]
     for name, result in zip(runs, found):
         error = ((result - found[0]).norm() / found[0].norm()).item()
