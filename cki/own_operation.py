@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,8 @@ class LaunchRule:
     outputs: (shape, dtype) by the name of the pointer parameter, in the order in which they are returned; dtype as
     `cki.dtypes` has it, or its name.  grid, cluster: blocks, and block: threads, an int or up to three.  numbers: of
     parameters that follow from shapes; for a TensorMap parameter a `cki.TensorMap` of an input.  smem: dynamic shared
-    memory in bytes.
+    memory in bytes.  strided: the kernel reads inputs by the strides that its rule tells it; else all are row-major
+    without gaps, and others are refused.
     """
 
     outputs: Mapping[str, tuple[Sequence[int], DType | str]]
@@ -58,6 +59,7 @@ class LaunchRule:
     smem: int = 0
     cluster: int | Sequence[int] = 1
     cooperative: bool = False
+    strided: bool = False
 
 
 #: Of all operations, in the order in which they were made.
@@ -194,6 +196,16 @@ class OwnOperation:
                 f"its rule gives outputs {', '.join(rule.outputs) or 'none'}", f"outputs {', '.join(names)}"
             )
             return
+        for name in names:
+            given = rule.outputs[name]
+            if not isinstance(given, (tuple, list)) or len(given) != 2 or not _is_shape(given[0]):
+                problem.reject(
+                    f"its rule gives {name} as {given!r}",
+                    "(shape, dtype), a shape of integers from 0 to 2^31 - 1",
+                )
+        if problem.violations:
+            return
+        self._check_layouts(problem, rule)
         for parameter in self._outputs:
             dtype = _dtype(rule.outputs[parameter.name][1])
             if parameter.element is not None and dtype != parameter.element:
@@ -217,6 +229,19 @@ class OwnOperation:
             elif parameter.letter == "T" and not isinstance(rule.numbers.get(parameter.name), TensorMap):
                 problem.reject_type(
                     f"{parameter.name} is not given by its rule", "a cki.TensorMap of an input"
+                )
+
+    def _check_layouts(self, problem: Problem, rule: LaunchRule) -> None:
+        """A kernel gets addresses alone: it would read another tensor than the one that was given."""
+        if rule.strided:
+            return
+        for item in self.spec.inputs:
+            operand = problem[item.name]
+            if not operand.is_contiguous():
+                problem.reject(
+                    f"{item.name} has shape {operand.shape} and strides {operand.strides}, "
+                    "the kernel reads it row-major",
+                    "a contiguous copy, or LaunchRule(strided=True) of a rule that tells the kernel the strides",
                 )
 
     def _infer(self, problem: Problem) -> Mapping[str, OutputSpec]:
@@ -261,6 +286,16 @@ def _is_importable(given: Any) -> bool:
         return False
     module, _, name = given.partition(":")
     return name.isidentifier() and module != "__main__" and all(map(str.isidentifier, module.split(".")))
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, str) and all(map(_is_extent, given))
+
+
+def _is_extent(given: Any) -> bool:
+    if isinstance(given, (int, np.integer)):
+        return not isinstance(given, bool) and 0 <= int(given) < 2**31
+    return hasattr(given, "node")  # a size that torch traces as a symbol
 
 
 def _dtype(given: DType | str) -> DType:

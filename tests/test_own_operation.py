@@ -153,3 +153,76 @@ def test_kernels_that_are_no_operations():
         cki.load(SCALE, params="PPfi").operation(rule)
     with pytest.raises(InvalidTypeError, match="scale: the rule is 3"):
         cki.load(SCALE).operation(3)
+
+
+@pytest.mark.parametrize(
+    "shape", [(-1,), (-3, 4), (1.5,), (True, 4), (None,), (2**31,), 4, "ab", None], ids=repr
+)
+def test_an_output_without_a_size_is_refused(shape):
+    """The kernel would write beyond what was allocated for it."""
+    made = cki.load(SCALE).operation(
+        lambda x, *, factor: cki.LaunchRule({"y": (shape, x.dtype)}, 1, 256, {"n": x.size})
+    )
+    with cki.device("sim"), pytest.raises(InvalidArgumentError, match="its rule gives y as "):
+        made(np.zeros(4, np.float32), factor=1.0)
+
+
+def test_outputs_that_are_no_pairs_are_refused():
+    made = cki.load(SCALE).operation(
+        lambda x, *, factor: cki.LaunchRule({"y": x.shape}, 1, 256, {"n": x.size})
+    )
+    with cki.device("sim"), pytest.raises(InvalidArgumentError, match=r"its rule gives y as \(4,\)"):
+        made(np.zeros(4, np.float32), factor=1.0)
+
+
+def test_numpy_s_integers_are_sizes(scale):
+    made = cki.load(SCALE).operation(
+        lambda x, *, factor: cki.LaunchRule({"y": (np.array([2, 3]), "f32")}, 1, 256, {"n": x.size})
+    )
+    with cki.device("sim"):
+        assert made(np.ones((2, 3), np.float32), factor=2.0).tolist() == [[2.0] * 3] * 2
+
+
+STRIDED = """
+extern "C" __global__ void columns(const float* x, float* y, int rows, int width, int row_step, int step) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < rows * width) y[i] = x[i / width * row_step + i % width * step];
+}
+"""
+
+
+def test_inputs_with_gaps_are_read_by_strides_or_refused(scale):
+    """The kernel gets an address alone."""
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    words = "x has shape .* and strides .*, the kernel reads it row-major\n  hint: a contiguous copy, or LaunchRule"
+    with cki.device("sim"):
+        for strided in (x[:, ::2], x.T, x[:, :3], np.broadcast_to(x[:1], (4, 6))):
+            with pytest.raises(InvalidArgumentError, match=words):
+                scale(strided, factor=2.0)
+        np.testing.assert_array_equal(scale(x[1:3], factor=2.0), 2 * x[1:3])
+        np.testing.assert_array_equal(scale(x[:, :1].reshape(1, 4, 1)[:, :1], factor=2.0), [[[0.0]]])
+
+        def by_strides(x):
+            (rows, width), (row_step, step) = x.shape, x.strides
+            numbers = {"rows": rows, "width": width, "row_step": row_step, "step": step}
+            return cki.LaunchRule({"y": (x.shape, x.dtype)}, 1, 256, numbers, strided=True)
+
+        columns = cki.load(STRIDED).operation(by_strides)
+        for strided in (x[:, ::2], x.T, x):
+            np.testing.assert_array_equal(columns(strided), strided)
+
+
+@pytest.mark.torch
+def test_a_transposed_tensor_of_torch_is_refused_eagerly_and_traced(scale):
+    torch = pytest.importorskip("torch")
+    x = torch.arange(24.0).reshape(4, 6)
+    with cki.device("sim"), torch.inference_mode():
+        with pytest.raises(InvalidArgumentError, match="the kernel reads it row-major"):
+            scale(x.T, factor=2.0)
+        traced = torch.compile(lambda x: scale(x.T, factor=2.0), fullgraph=True, backend="aot_eager")
+        with pytest.raises(Exception, match="the kernel reads it row-major"):
+            traced(x)
+        right = torch.compile(
+            lambda x: scale(x.T.contiguous(), factor=2.0), fullgraph=True, dynamic=True, backend="aot_eager"
+        )
+        assert torch.equal(right(x), 2 * x.T)
