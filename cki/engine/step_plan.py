@@ -26,6 +26,7 @@ from cki.engine.config import ModelConfig
 from cki.engine.device_weights import weight_specs
 from cki.engine.products import Products, Stream, Way, Weight
 from cki.heuristics.linear_tokens import counters
+from cki.heuristics.paged import SERIAL_ARCHS
 from cki.operand import Operand, dense
 from cki.ops.advance import plan_advance
 from cki.ops.attention import PackedSequences, plan_attention
@@ -84,6 +85,7 @@ class DecoderPlanner:
     sequences whose tokens are remembered for the repetition penalty.  way: how decode steps launch products of few
     tokens, see `Products`.  merge_inside: their attention merges in its own launch.  fp8: layers' matrices are e4m3
     codes with scales.
+    overlaps: norms, quantisations and gates of a decode step, too, begin while the launch before ends.
     kv_codes: the cache is of e4m3 with a scale a token and head; prefills read copies of 16 bits of what they need.
     """
 
@@ -96,6 +98,7 @@ class DecoderPlanner:
     merge_inside: bool = True
     fp8: bool = False
     kv_codes: bool = False
+    overlaps: bool = False
 
     def buffers(self, shape: StepShape) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and element type of every buffer that a step reads and writes, besides weights, cache and tables."""
@@ -176,6 +179,8 @@ class DecoderPlanner:
             top_tokens=buffer["top_tokens"], top_logprobs=buffer["top_logprobs"], seen=buffer["seen"],
             step=dense("seq_lens", (shape.sequences,), dtypes.i32), **{name: buffer[name] for name in SAMPLING},
         )  # fmt: skip
+        if self.overlaps and shape.decode and device.arch not in SERIAL_ARCHS:
+            steps = tuple(map(_overlapping, steps))
         workspace |= dict((*workspace_of(steps), *parts_workspace(steps)))
         return Plan(steps, tuple(workspace.items()))
 
@@ -194,6 +199,17 @@ class DecoderPlanner:
             tokens=buffer["tokens"], seq_lens=dense("seq_lens", n, dtypes.i32),
             positions=dense("positions", n, dtypes.i32), slots=dense("slot_mapping", n, dtypes.i64),
         )  # fmt: skip
+
+
+def _overlapping(step: Step) -> Step:
+    """The launch, begun while the one before ends, where its kernel can wait for that."""
+    constants = dict(step.kernel.constants)
+    if constants.get("kOverlaps", True):
+        return step
+    archs = tuple(arch for arch in step.kernel.archs if arch not in SERIAL_ARCHS)
+    constants["kOverlaps"] = True
+    kernel = replace(step.kernel, constants=tuple(sorted(constants.items())), archs=archs)
+    return replace(step, kernel=kernel, programmatic=True)
 
 
 def _with_slots(step: Step, old: str, new: str) -> Step:

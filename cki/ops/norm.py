@@ -207,6 +207,8 @@ def norm_kernel(
     long = config.vectors_per_thread == 0
     if not long:
         constants |= {"kPrefetch": config.prefetch, "kHoldWeight": config.hold_weight}
+        if op == "rms_norm":
+            constants["kOverlaps"] = False
     name = f"{op}_long" if long else op
     pointers, steps, numbers = ("PPPPPP", "qq", "f") if op == "layer_norm" else ("PPPPP", "q", "ff")
     params = pointers + "iiii" + "q" * 16 + steps + numbers

@@ -176,7 +176,7 @@ def norm_quantize_kernel(
         "Bias": dtype if bias is None else bias.dtype, "kHasWeight": weight is not None, "kHasBias": bias is not None,
         "kCentred": centred, "kBlockScales": blocks, "kHasResidual": residual,
         "kNormalizeRounded": residual and normalize == "rounded", "kRowAxes": row_axes, "kStepped": stepped,
-        **config.constants(),
+        "kOverlaps": False, **config.constants(),
     }  # fmt: skip
     return KernelSpec(
         "norm/norm_quantize.cu", "norm_quantize", tuple(sorted(constants.items())), _PARAMS, E4M3_ARCHS,

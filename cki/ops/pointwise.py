@@ -124,7 +124,7 @@ def plan_gated_activation(
         )
         kernel = _kernel(
             "gated_activation", "PPP" + "iiii" + "q" * 9, chosen, x.dtype, bias, activation, row_axes=batch.axes,
-            stepped=stepped, kLayout=LAYOUTS[layout],
+            stepped=stepped, kLayout=LAYOUTS[layout], kOverlaps=False,
         )  # fmt: skip
         (x_rows, y_rows), strides = row_arguments([x, y], batch)
         arguments = (

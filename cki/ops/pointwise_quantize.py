@@ -164,7 +164,7 @@ def tiles_kernel(
     """The kernel of a scale for 128 neighbours, or of a given one."""
     constants: dict[str, ConstantValue] = {
         "Element": dtype, "kRowAxes": row_axes, "kStepped": not vectors, "kVectorAccess": vectors,
-        "kGivenScale": given_scale, **config.constants(),
+        "kGivenScale": given_scale, "kOverlaps": False, **config.constants(),
     }  # fmt: skip
     return _kernel("quantize_fp8", constants, config.max_registers)
 

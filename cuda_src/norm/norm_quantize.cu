@@ -10,11 +10,13 @@
 //
 // Work: as in rms_norm.cu, without its walk over rows. With kBlockScales the lanes whose vectors make up 128 neighbours find
 // their largest magnitude by shuffles, so a row's threads are a multiple of them. sum may be x or residual.
+// kOverlaps: as in rms_norm.cu.
 #include "common/e4m3_codes.cuh"
 #include "common/row_address.cuh"
 #include "common/row_in_registers.cuh"
 #include "norm/normalize_row.cuh"
 #include "norm/row_input.cuh"
+#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 
@@ -44,6 +46,10 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
   const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kThreadsPerRow;
   const bool present = kRowsPerBlock == 1 || row < rows;  // threads without a row take part in the warp's reductions
 
+  if constexpr (kOverlaps) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+  }
   RowInput input;
   input.load(x_rows, residual_rows, row, extents, width, present);
   RowValues values;

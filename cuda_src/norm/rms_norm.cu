@@ -11,10 +11,12 @@
 // output, so memory is read once. Blocks walk over the rows in steps of the grid. With kPrefetch a block loads its next row
 // before it reduces the present one, which keeps loads in flight during the reduction; with kHoldWeight the weights stay in
 // registers from row to row. y may be x, and sum may be x or residual: a thread has read what it overwrites.
+// kOverlaps (sm_90): the launch may begin while the one before it ends, of which it waits for all, and the next one beside it.
 #include "common/row_address.cuh"
 #include "common/row_in_registers.cuh"
 #include "norm/normalize_row.cuh"
 #include "norm/row_input.cuh"
+#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 
@@ -36,6 +38,10 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
   const int row_in_block = threadIdx.x / kThreadsPerRow;
   const int grid_rows = gridDim.x * kRowsPerBlock;
 
+  if constexpr (kOverlaps) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+  }
   RowPart<Weight> held_weight;
   if constexpr (kHasWeight && kHoldWeight) held_weight.load(weight, weight_step, width, true);
 

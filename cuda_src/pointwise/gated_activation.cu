@@ -6,10 +6,12 @@
 // the order of x. kLayout says where gate and up of column c lie in x: gate at c and up at width + c (gate first), the other
 // way round (up first), or at 2c and 2c + 1 (interleaved).
 // Arithmetic is fp32, rounded once. Bytes moved a row: 3 * width * sizeof(Element).
+// kOverlaps (sm_90): the launch may begin while the one before it ends, of which it waits for all, and the next one beside it.
 #include "common/row_address.cuh"
 #include "common/vec.cuh"
 #include "pointwise/activation.cuh"
 #include "pointwise/tile.cuh"
+#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 
@@ -56,6 +58,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     gated_activation(const Element* x, const Bias* bias, Element* y, int rows, int width, int extent1, int extent2,
                      i64 x_stride0, i64 x_stride1, i64 x_stride2, i64 x_step, i64 y_stride0, i64 y_stride1, i64 y_stride2,
                      i64 y_step, i64 bias_step) {
+  if constexpr (kOverlaps) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+  }
   const int row = tile_row();
   if (kRowsPerBlock > 1 && row >= rows) return;
   const RowExtents extents{extent1, extent2};

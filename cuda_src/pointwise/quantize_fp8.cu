@@ -10,10 +10,12 @@
 // Work: tiles as in tile.cuh. The 16 or 32 neighbouring lanes whose vectors make up a block of 128 find its largest magnitude
 // by shuffles, so a row's threads are a multiple of them. Rows that cannot move in vectors of kVectorSize (odd widths or
 // addresses, steps) move element by element, each thread still owning kVectorSize neighbours (kVectorAccess = false).
+// kOverlaps (sm_90): the launch may begin while the one before it ends, of which it waits for all, and the next one beside it.
 #include "common/e4m3_codes.cuh"
 #include "common/reduce.cuh"
 #include "common/row_address.cuh"
 #include "pointwise/tile.cuh"
+#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 
@@ -32,6 +34,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   u8* codes_row = RowTensor<u8>{codes, codes_stride0, codes_stride1, codes_stride2, codes_step}.row(row, extents);
   float* scale_row = scale;
   float inverse = 1.0f, raise = 1.0f;
+  if constexpr (kOverlaps) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+  }
   if constexpr (kGivenScale) {
     // The reciprocal of a scale below 2^-126 could be infinite, and zero times that NaN: x and scale are raised alike.
     if (*scale < 1.17549435e-38f) raise = 18446744073709551616.0f;  // 2^64
