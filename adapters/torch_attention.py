@@ -14,6 +14,7 @@ import torch
 
 from cki.adapters.gradient import require_bool
 from cki.adapters.renamed import renamed
+from cki.adapters.torch_autocast import as_autocast
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.ops.attention import attention
 
@@ -40,7 +41,7 @@ def scaled_dot_product_attention(
 
     query: [..., heads, queries, head_dim].  key: [..., kv_heads, keys, head_dim].
     value: [..., kv_heads, keys, value_dim].  f32, f16 or bf16, all alike; any strides; no or several batch axes, the
-        same for all three.
+        same for all three.  Under torch.autocast they are cast to its type, as by torch's own.
     attn_mask: broadcastable to [..., heads, queries, keys].  bool: True takes part; float: added to the scaled logits.
     is_causal: query i sees the keys up to i (top left, as torch), of those that attn_mask leaves it.
     scale: None is 1/sqrt(head_dim).
@@ -55,6 +56,7 @@ def scaled_dot_product_attention(
     if recompute_gradient is not False:
         require_bool(_OPERATION, recompute_gradient)
     _check(query, key, value, attn_mask, dropout_p, enable_gqa)
+    query, key, value = as_autocast(query, key, value)
     batch = query.shape[:-3]
     bias = mask = None
     if attn_mask is not None:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from cki.adapters.torch_autocast import as_autocast
 from cki.errors import UnsupportedError
 from cki.ops.attention import attention
 from cki.ops.paged import decode_attention
@@ -135,6 +136,7 @@ def attention_forward(
         raise UnsupportedError(
             f'attention "{NAME}": output_attentions=True, but no weights are made', hint='"eager"'
         )
+    query, key, value = as_autocast(query, key, value)
     queries, keys = query.shape[2], key.shape[2]
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0}

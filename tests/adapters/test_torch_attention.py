@@ -146,6 +146,22 @@ def test_gradient_where_it_is_asked_for(is_compiled):
         torch.testing.assert_close(given, expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_torch_s(place, dtype):
+    """Its type for all, whichever they come in, traced too."""
+    q, k = normal(2, 4, 9, 16, place=place), normal(2, 4, 9, 16, place=place)
+    mask = normal(9, 9, place=place)
+    traced = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast(place, dtype):
+        for tensors in ((q, k, k), (q, k, k.to(dtype)), (q.to(torch.bfloat16), k, k)):
+            wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
+            for call in (scaled_dot_product_attention, traced):
+                found = call(*tensors, attn_mask=mask)
+                assert found.dtype == wanted.dtype == dtype
+                torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    assert scaled_dot_product_attention(q, k, k).dtype == torch.float32
+
+
 def test_refusals():
     q, k = normal(2, 4, 6, 16), normal(2, 2, 6, 16)
     with pytest.raises(UnsupportedError, match=r"dropout_p is 0\.1"):

@@ -158,6 +158,30 @@ def test_decoding_with_a_static_cache_compiles_to_one_graph(models):
     assert close(logits["cki"], logits["eager"])
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+def test_autocast(models, launches, family):
+    """Rotated q and k are fp32 there, v is not."""
+    model, found = models(family), {}
+    for implementation in ("eager", "cki"):
+        model.set_attn_implementation(implementation)
+        with torch.autocast("cpu", torch.bfloat16):
+            found[implementation] = model(ids(), attention_mask=BATCHES["whole"]).logits.float()
+    assert launches.total() == model.config.num_hidden_layers
+    assert (found["cki"] - found["eager"]).abs().mean() < 0.02 * found["eager"].abs().mean()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_autocast_of_generate(models, launches, cache):
+    model = models("llama")
+    model.set_attn_implementation("cki")
+    with torch.autocast("cpu", torch.bfloat16):
+        text = model.generate(
+            ids(), attention_mask=BATCHES["left"], max_new_tokens=3, do_sample=False, cache_implementation=cache,
+            disable_compile=True,
+        )  # fmt: skip
+    assert text.shape == (2, 12) and launches.total() == 3 * model.config.num_hidden_layers
+
+
 def test_refusals(models):
     module, q = models("llama"), torch.zeros(1, 2, 3, 16)
     with pytest.raises(UnsupportedError, match=r"dropout is 0\.1"):
