@@ -301,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
     const auto rescale = [&](const float(&correction)[2]) { rows.rescale(correction); };
     const auto scores_again = [&](auto& again, const bool(&wanted)[2]) {
       const unsigned char *queries = smem + Layout::kQueries, *keys = smem + Layout::kKeys;
-      add_scores_again<Element, QueryTile, KeyTile, kHeadDim>(
+      multiply_keys_again<Element, QueryTile, KeyTile, kHeadDim>(
           again, wanted, queries + consumer * QueryTile::kBytes, keys + key_ring.stage * KeyTile::kBytes);
       finish_scores<Features, kBandTest>(again, rows.query, tile * kBlockKeys, band, rules, wanted);
     };

@@ -6,10 +6,11 @@
 // some 300 instructions of a step, of half rate, in which the special function unit has nothing to do.
 //
 // Rows whose sum is larger get their scores once more (scores_again.cuh), and a reference by them: any jump is right, also
-// one that overflowed. So do rows with no reference yet, and with a large one, which must be subtracted before it is scaled, in
-// each tile. A row decides by its own scores; that of another in its warp changes no bit of it.
+// one that overflowed. A row decides by its own scores. Rows with no reference yet, or with a large one, which must be
+// subtracted before it is scaled, are searched in each tile, in front of the exponentials.
 //
-// For logits that are products and nothing else, or -inf. kMayHide: the row may have seen no key yet (all scores -inf).
+// For logits that are products and nothing else, or -inf. NaN in a sum is the row's own result.
+// kMayHide: the row may have seen no key yet (all scores -inf).
 #pragma once
 
 #include "attention/hopper/softmax.cuh"
@@ -38,8 +39,23 @@ struct CheckedSoftmax {
     for (int r = 0; r < 2; ++r) offset[r] = rows[r].reference * exponent_scale;
   }
 
+  // References of the rows that must be searched. rescale(correction) is called where there are any in the warp.
   template <class Rescale>
-  __device__ __forceinline__ void begin(Rescale) const {}
+  __device__ __forceinline__ void begin(Rescale rescale) {
+    const bool searched[2] = {is_large(0), is_large(1)};
+    if (!__any_sync(kFullWarp, searched[0] | searched[1])) return;
+    float correction[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float subtract = move(r, searched[r], correction[r]);
+      offset[r] = subtract * exponent_scale;
+      if (is_large(r)) {
+        subtract_reference(scores, r, subtract);
+        offset[r] = 0.0f;
+      }
+    }
+    rescale(correction);
+  }
 
   // Weights of scores [kBegin, kEnd), in order from 0 on.
   template <int kBegin, int kEnd>
@@ -47,7 +63,7 @@ struct CheckedSoftmax {
 #pragma unroll
     for (int i = kBegin; i < kEnd; ++i) {
       scores[i] = ptx::ex2_approx(fmaf(scores[i], exponent_scale, -offset[i / 2 % 2]));
-      add(i);
+      add(added, i, scores[i]);
     }
     ptx::wgmma_fence_registers(added);  // as in LazySoftmax
   }
@@ -68,32 +84,30 @@ struct CheckedSoftmax {
 
   __device__ __forceinline__ float taken(int i) const { return scores[i]; }
 
-  // Weights of the rows that are wanted: scores_again(scores, wanted) adds their scores to zeros. False where there are none in
-  // the warp.
+  // Weights of rows whose sum exceeds, from scores_again(scores, wanted), which replaces the scores of the rows that are
+  // wanted. False where there are none in the warp.
   template <class ScoresAgain, class Rescale>
   __device__ __forceinline__ bool settle(ScoresAgain scores_again, Rescale rescale) {
-    if (!__any_sync(kFullWarp, is_wrong(0) | is_wrong(1))) return false;
+    if (!__any_sync(kFullWarp, exceeds(0) | exceeds(1))) return false;
     bool wanted[2];
+    float correction[2], sums[4];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) wanted[r] = warp_reduce<Max, 4>(is_wrong(r) ? 1.0f : 0.0f) != 0.0f;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) scores[i] = wanted[i / 2 % 2] ? 0.0f : scores[i];
+    for (int r = 0; r < 2; ++r) wanted[r] = warp_reduce<Max, 4>(exceeds(r) ? 1.0f : 0.0f) != 0.0f;
     scores_again(scores, wanted);
-    float correction[2], subtract[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float largest = warp_reduce<Max, 4>(largest_score(scores, r));
-      const float moved = wanted[r] ? fmaxf(rows[r].reference, largest) : rows[r].reference;
-      const float factor = rows[r].template move_reference<kMayHide>(moved, exponent_scale, subtract[r]);
-      correction[r] = wanted[r] ? factor : 1.0f;
-      rows[r].sum *= correction[r];
+      const float subtract = move(r, wanted[r], correction[r]);
+#pragma unroll
+      for (int i = 2 * r; i < kCount; i += 4) {
+#pragma unroll
+        for (int e = i; e < i + 2; ++e) {
+          if (wanted[r]) scores[e] = ptx::ex2_approx((scores[e] - subtract) * exponent_scale);
+          add(sums, e, scores[e]);
+        }
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float weight = ptx::ex2_approx((scores[i] - subtract[i / 2 % 2]) * exponent_scale);
-      scores[i] = wanted[i / 2 % 2] ? weight : scores[i];
-      add(i);
-    }
+    for (int c = 0; c < 4; ++c) added[c] = sums[c];
     rescale(correction);
     return true;
   }
@@ -104,14 +118,25 @@ struct CheckedSoftmax {
   }
 
  private:
-  // This lane's part of row r's sum is too large (not of NaN, which is the row's own), or the reference is: such a one must be
-  // subtracted before it is scaled. Also where there is none yet.
-  __device__ __forceinline__ bool is_wrong(int r) const {
-    return !(fabsf(offset[r]) < SoftmaxRow::kShortOffset) | (added[2 * r] + added[2 * r + 1] > kLargestSum);
+  // Also of a row that has no reference yet.
+  __device__ __forceinline__ bool is_large(int r) const { return !(fabsf(offset[r]) < SoftmaxRow::kShortOffset); }
+  // This lane's part of the row's sum: false for NaN.
+  __device__ __forceinline__ bool exceeds(int r) const { return added[2 * r] + added[2 * r + 1] > kLargestSum; }
+
+  // Takes row r's largest score into its reference, where the row moves, and into its sum; by all lanes. Returns what is to
+  // be subtracted from the scores.
+  __device__ __forceinline__ float move(int r, bool moves, float& correction) {
+    const float largest = warp_reduce<Max, 4>(largest_score(scores, r));
+    float subtract;
+    const float factor = rows[r].template move_reference<kMayHide>(
+        moves ? fmaxf(rows[r].reference, largest) : rows[r].reference, exponent_scale, subtract);
+    correction = moves ? factor : 1.0f;
+    rows[r].sum *= correction;
+    return subtract;
   }
-  __device__ __forceinline__ void add(int i) {
+  static __device__ __forceinline__ void add(float (&sums)[4], int i, float weight) {
     const int chain = i / 2 % 2 * 2 + i % 2;
-    added[chain] = i < 4 ? scores[i] : added[chain] + scores[i];
+    sums[chain] = i < 4 ? weight : sums[chain] + weight;
   }
 };
 

@@ -33,16 +33,15 @@ __device__ __forceinline__ void load_pair(const T* p, T (&pair)[2]) {
 }
 
 // Applies the rules to row r (0 or 1) of `scores`, keys [first_key, +kCount * 2).
-// kBandTest: some of the keys may lie outside the row's interval. is_wanted: else nothing is hidden by the interval.
+// kBandTest: some of the keys may lie outside the row's interval.
 template <class Features, bool kBandTest, class Band, class BiasElement, int kCount>
 __device__ __forceinline__ void finish_logits(float (&scores)[kCount], int r, int first_key,
                                               const QueryRow<BiasElement>& row, const Band& band,
-                                              const LogitRules& rules, bool is_wanted = true) {
-  constexpr int kPairsInFlight = 4, kMany = 1 << 30;
+                                              const LogitRules& rules) {
+  constexpr int kPairsInFlight = 4;
   // The lane's first key; from here on keys count from it.
   const int own_key = first_key + static_cast<int>(threadIdx.x) % 4 * 2;
-  const int begin = is_wanted ? band.begin(row.query) - own_key : -kMany;
-  const int end = is_wanted ? band.end(row.query) - own_key : kMany;
+  const int begin = band.begin(row.query) - own_key, end = band.end(row.query) - own_key;
   const int keys_left = band.keys - own_key;
   const int distance = row.query + band.shift - own_key;
   const BiasElement* bias = nullptr;
@@ -99,13 +98,15 @@ __device__ __forceinline__ void finish_logits(float (&scores)[kCount], int r, in
   }
 }
 
-// Both rows of a lane.
+// Both rows of a lane, or those that are wanted.
 template <class Features, bool kBandTest, class Band, class BiasElement, int kCount>
 __device__ __forceinline__ void finish_scores(float (&scores)[kCount], const QueryRow<BiasElement> (&rows)[2],
                                               int first_key, const Band& band, const LogitRules& rules,
                                               const bool (&wanted)[2] = {true, true}) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) finish_logits<Features, kBandTest>(scores, r, first_key, rows[r], band, rules, wanted[r]);
+  for (int r = 0; r < 2; ++r) {
+    if (wanted[r]) finish_logits<Features, kBandTest>(scores, r, first_key, rows[r], band, rules);
+  }
 }
 
 }  // namespace cki::attention

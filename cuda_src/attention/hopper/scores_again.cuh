@@ -20,31 +20,29 @@ __device__ __forceinline__ const unsigned char* piece_of(const unsigned char* ti
   return tile + column / Tile::kSlabColumns * Tile::kSlabBytes + swizzle<Tile::kSpan>(within);
 }
 
-// Adds to `scores`, of the rows r that are wanted: those of queries 16 w .. 16 w + 15 for warp w of the warpgroup. Other rows
-// stay as they are: their queries are zeros here. All lanes of a warp together.
+// scores[i] of the rows r that are wanted, i / 2 % 2 == r, of `keys`: those of queries 16 w .. 16 w + 15 for warp w of the
+// warpgroup. All lanes of a warp together.
 template <class Element, class QueryTile, class KeyTile, int kHeadDim, int kCount>
-__device__ __forceinline__ void add_scores_again(float (&scores)[kCount], const bool (&wanted)[2],
-                                                 const unsigned char* queries, const unsigned char* keys) {
+__device__ __forceinline__ void multiply_keys_again(float (&scores)[kCount], const bool (&wanted)[2],
+                                                    const unsigned char* queries, const unsigned char* keys) {
   // An opaque copy: else what depends on the lane is kept in registers through the main loop, which has none to spare.
   u32 opaque[1] = {threadIdx.x % 128};
   ptx::wgmma_fence_registers(opaque);
   const int lane = static_cast<int>(opaque[0]) % 32, warp = static_cast<int>(opaque[0]) / 32;
+#pragma unroll
+  for (int block = 0; block < kCount / 4; ++block) {  // of eight keys
+    float sums[4] = {};
 #pragma unroll 1
-  for (int column = 0; column < kHeadDim; column += 16) {
-    Left<Element> a;
-    ptx::ldmatrix_x4(a.words, piece_of<QueryTile>(queries, 16 * warp + lane % 16, column + lane / 16 * 8));
+    for (int column = 0; column < kHeadDim; column += 16) {
+      Left<Element> a;
+      Right<Element> b;
+      ptx::ldmatrix_x4(a.words, piece_of<QueryTile>(queries, 16 * warp + lane % 16, column + lane / 16 * 8));
+      ptx::ldmatrix_x2(b.words, piece_of<KeyTile>(keys, 8 * block + lane % 8, column + lane / 8 % 2 * 8));
+      multiply_add(sums, a, b);
+    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a.words[i] = wanted[i % 2] ? a.words[i] : 0;
-    const unsigned char* const piece = piece_of<KeyTile>(keys, lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8);
-#pragma unroll
-    for (int i = 0; i < kCount; i += 8) {  // of sixteen keys, which are whole swizzle patterns
-      u32 words[4];
-      ptx::ldmatrix_x4(words, piece + 2 * i * KeyTile::kSpan);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float(&sums)[4] = reinterpret_cast<float(&)[4]>(scores[i + 4 * half]);
-        multiply_add(sums, a, Right<Element>{{words[2 * half], words[2 * half + 1]}});
-      }
+    for (int i = 0; i < 4; ++i) {
+      if (wanted[i / 2]) scores[4 * block + i] = sums[i];
     }
   }
   __syncwarp();  // one lane says for all that the tiles have been read
