@@ -265,12 +265,33 @@ def _capture_torch(
         graph = _TorchGraph(torch_graph, device)
         pool = None if shared is None else shared.pool
         recorded = _recording("torch", side.cuda_stream)
-        with recorded as recording, torch.cuda.graph(torch_graph, pool=pool, stream=side):
-            graph.outputs = function(*args, **kwargs)
-            graph.num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.cuda_stream))
+        generator = torch.cuda.default_generators[device.index]
+        state = None if torch.cuda.is_current_stream_capturing() else generator.get_state()
+        try:
+            with recorded as recording, torch.cuda.graph(torch_graph, pool=pool, stream=side):
+                graph.outputs = function(*args, **kwargs)
+                graph.num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.cuda_stream))
+        except BaseException:
+            if state is not None:
+                _revive_generator(generator, state, device)
+            raise
         graph.pool, graph.recorded_on = torch_graph.pool(), side
     graph._kept = [args, kwargs, *recording.kept]
     return graph
+
+
+def _revive_generator(generator: Any, state: Any, device: Any) -> None:
+    """After a capture that failed.  One that a wait has invalidated ends in torch before its random generator is told:
+    every later `torch.rand` on that GPU fails then.  The generator goes on from where it was, in a state of its own."""
+    import torch
+
+    try:
+        torch.empty(1, device=device).uniform_(generator=generator)
+        generator.set_state(state)
+    except RuntimeError:
+        fresh = torch.Generator(device=device)
+        fresh.set_state(state)
+        generator.graphsafe_set_state(fresh)
 
 
 def _capture_cupy(

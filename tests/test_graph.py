@@ -277,6 +277,61 @@ def test_item_is_refused_by_its_line_under_torch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.torch
+@pytest.mark.parametrize("waits", [True, False])
+def test_torch_s_random_numbers_go_on_after_a_capture_that_failed(waits: bool) -> None:
+    """torch leaves its generator in the state of a capture that a wait has invalidated."""
+    torch = pytest.importorskip("torch")
+
+    def fails(t: object) -> object:
+        y = affine(t) + torch.rand_like(t)
+        if waits:
+            return y.sum().item()
+        raise ValueError
+
+    x = torch.arange(300, dtype=torch.float32, device="cuda")
+    torch.manual_seed(3)
+    torch.rand(5, device="cuda")
+    wanted = torch.rand(7, device="cuda")
+    torch.manual_seed(3)
+    torch.rand(5, device="cuda")
+    with pytest.raises((UnsupportedError, ValueError)):
+        cki.capture(fails, x, warmup=0)
+    assert torch.equal(torch.rand(7, device="cuda"), wanted)
+    graph = cki.capture(lambda t: affine(t) + torch.rand_like(t), x, warmup=0)
+    graph.replay()
+    first = graph.outputs.clone()
+    graph.replay()
+    assert not torch.equal(graph.outputs, first)
+
+
+def test_a_generator_in_the_state_of_a_capture_gets_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from cki.graph import _revive_generator
+
+    class Generator:
+        broken = True
+
+        def graphsafe_set_state(self, state: object) -> None:
+            self.state, self.broken = state, False
+
+        def set_state(self, state: object) -> None:
+            self.state = state
+
+    class Tensor:
+        def uniform_(self, generator: Generator) -> None:
+            if generator.broken:
+                raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: Tensor())
+    generator, state = Generator(), torch.Generator().get_state()
+    _revive_generator(generator, state, "cpu")
+    assert not generator.broken and torch.equal(generator.state.get_state(), state)
+    _revive_generator(generator, state, "cpu")
+    assert generator.state is state
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
 def test_torch_graphs_share_a_pool() -> None:
     torch = pytest.importorskip("torch")
     x = torch.ones(1 << 20, dtype=torch.float32, device="cuda")

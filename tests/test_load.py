@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -367,3 +368,27 @@ def test_stated_parameters(device: DeviceUnderTest) -> None:
     macro = f"#define ARGUMENTS float* x, Odd o\n{text.replace('float* x, Odd o', 'ARGUMENTS')}"
     cki.load(macro, params="Pf")(1, 1, x, 8.5)
     assert device.numpy(x)[0] == 8.5
+
+
+def test_threads_load_one_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writes a file of its own, and the last that is moved into place is as good as the first."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    start, errors = threading.Barrier(8), []
+
+    def load() -> None:
+        for number in range(20):
+            text = f'extern "C" __global__ void k(float* x) {{ x[threadIdx.x] = {number}.0f; }}\n'
+            start.wait()
+            try:
+                cki.load(text)
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    (folder,) = tmp_path.iterdir()
+    assert len(list(folder.iterdir())) == 20
