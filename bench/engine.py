@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile-only", action="store_true", help="compile the kernels of all rows and end")
     parser.add_argument(
         "--variants", nargs="+", choices=list(engine_models.VARIANTS), default=["default"],
-        help="plain: norms and gates are launches; decode, tokens: inside `linear_decode`, `linear_tokens`; "
+        help="plain: norms and gates are launches; decode: inside `linear_decode`; "
         "fp8: e4m3 weights; fp8_kv: and an e4m3 cache",
     )  # fmt: skip
     parser.add_argument("--transformers", nargs="*", choices=("eager", "compiled"), default=[])

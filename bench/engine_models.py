@@ -37,7 +37,7 @@ SMOLLM2_135M = {
 SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 #: Options of `DecoderPlanner` by name.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {}, "plain": {"way": "plain"}, "decode": {"way": "decode"}, "tokens": {"way": "tokens"},
+    "default": {}, "plain": {"way": "plain"}, "decode": {"way": "decode"},
     "fp8": {"fp8": True}, "fp8_decode": {"fp8": True, "way": "decode"}, "fp8_tokens": {"fp8": True, "way": "tokens"},
     "fp8_plain": {"fp8": True, "way": "plain"}, "fp8_overlaps": {"fp8": True, "overlaps": True},
     "overlaps": {"overlaps": True}, "fp8_plain_overlaps": {"fp8": True, "way": "plain", "overlaps": True},

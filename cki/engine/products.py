@@ -3,7 +3,7 @@
 tokens       weights of the model's type                     e4m3 codes with scales of 128 x 128 blocks
 to 4         linear_decode; before Hopper of small weights   linear_decode: W8A16
 to 8         the same                                        linear_tokens: W8A16 (bf16 on sm_90a)
-to 32        rms_norm, linear, gated_linear                  the same
+to 16        rms_norm, linear, gated_linear                  the same
 more         the same                                        linear_fp8 on rows quantised by 128s: W8A8 (sm_90a);
                                                              elsewhere linear_decode, 16 tokens after the other
 """
@@ -38,9 +38,6 @@ _HOPPER = ("sm_90a",)
 #: Tokens up to which `linear_decode` is better than launches apart of large weights, and of codes than `linear_tokens`
 #: (an H200).
 _DECODE_TOKENS, _DECODE_CODE_TOKENS = 8, 4
-#: Tokens up to which codes are multiplied with rows as they are, by `linear_tokens` in 6 launches a layer.  Quantised
-#: for `linear_fp8`, in 11, a step is 9 % slower at 16 and 9 % faster at 32, but less exact.
-_W8A16_TOKENS = 32
 
 
 #: How products of few tokens are launched: see `Products`.
@@ -68,9 +65,9 @@ class Stream:
 class Products:
     """Plans products of one step, over memory named "normed", and for codes "codes" and "code_scales".
 
-    way: of products of few tokens: "tokens" and "decode" take norms, gates and residual into `linear_tokens` or
-    `linear_decode`, where those can; "plain" keeps them apart (but for codes of few tokens); None: what is best.
-    `linear_tokens` needs zeros in memory named "tile_counters".
+    way: of products of few tokens: "tokens" and "decode" take norms, gates and residual into `linear_tokens` (of
+    codes) or `linear_decode`, where those can; "plain" keeps them apart (but for codes of few tokens); None: what is
+    best.  `linear_tokens` needs zeros in memory named "tile_counters".
     """
 
     device: DeviceInfo
@@ -121,7 +118,7 @@ class Products:
     def _by_tokens(self, x: Operand, weight: Weight, *, gated: bool) -> bool:
         """Whether `linear_tokens` computes a product."""
         y = dense("y", (x.shape[0], weight.w.shape[0] // (2 if gated else 1)), x.dtype)
-        is_better = weight.scales is not None and _DECODE_CODE_TOKENS < x.shape[0] <= _W8A16_TOKENS
+        is_better = x.shape[0] > _DECODE_CODE_TOKENS
         return (self.way == "tokens" or (self.way is None and is_better)) and not token_obstacles(
             x, weight.w, y, self.device, gated=gated, scales=weight.scales
         )

@@ -1,11 +1,10 @@
-"""Plan of products of up to 64 tokens, on sm_90a (`cuda_src/gemm/hopper/linear_tokens.cu`, `linear_tokens_e4m3.cu`).
+"""Plan of products of up to 16 tokens with e4m3 weights, on sm_90a (`cuda_src/gemm/hopper/linear_tokens_e4m3.cu`).
 
     y = activation(n @ w.T + bias) + residual                       n = x, or rms_norm(x, gamma)
     y = activation(n @ gate.T + bias) * (n @ up.T + bias) + ...     gate and up below one another in w
 
-x and y are bf16; w is bf16, or e4m3 with a scale for each block of 128 x 128 (W8A16).  What `plan_linear_decode`
-computes of fewer tokens.  With a norm x * gamma is rounded, and the root of x's mean square is a factor of the fp32
-sums.
+x and y are bf16; w is e4m3 with a scale for each block of 128 x 128 (W8A16).  What `plan_linear_decode` computes of
+fewer tokens.  With a norm x * gamma is rounded, and the root of x's mean square is a factor of the fp32 sums.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from cki.ops.linear_decode import Norm, row_obstacles
 from cki.ops.linear_hopper import tensor_map
 from cki.plan import ArgumentValue, NullPointer, Plan, Step, TensorMapArg
 
-_ARCH = "sm_90a"
+_ARCH, _ENTRY = "sm_90a", "linear_tokens_e4m3"
 _PARAMS = "TT" + "P" * 7 + "iii" + "f" + "q" * 4
 #: The workspace's slot: sums of tiles that several blocks share.
 PARTS = "linear_parts"
@@ -41,11 +40,10 @@ def token_obstacles(
     tokens, depth = x.shape
     if not 1 <= tokens <= heuristics.MAX_TOKENS:
         found.append(f"{tokens} tokens, not 1 to {heuristics.MAX_TOKENS}")
-    if x.dtype != dtypes.bf16 or y.dtype != dtypes.bf16 or w.dtype not in (dtypes.bf16, dtypes.e4m3):
-        found.append(f"x is {x.dtype}, y {y.dtype} and w {w.dtype}, not bf16, bf16 and bf16 or e4m3")
-    unit = 16 // w.dtype.itemsize
-    if depth % unit or not depth:
-        found.append(f"K is {depth}, no multiple of {unit}")
+    if x.dtype != dtypes.bf16 or y.dtype != dtypes.bf16 or w.dtype != dtypes.e4m3:
+        found.append(f"x is {x.dtype}, y {y.dtype} and w {w.dtype}, not bf16, bf16 and e4m3")
+    if depth % 16 or not depth:
+        found.append(f"K is {depth}, no multiple of 16")
     rows = y.shape[1] * (2 if gated else 1)
     if w.shape != (rows, depth):
         found.append(f"w has shape {w.shape}, not {(rows, depth)}")
@@ -65,7 +63,7 @@ def plan_linear_tokens(
 ) -> Plan:  # fmt: skip
     """The launch.  x [tokens, K], w [N, K] (gated: [2 N, K]), residual and y [tokens, N]; y may be the residual.
 
-    scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)], where w is e4m3.
+    scales: of w's blocks, f32 [ceil(rows / 128), ceil(K / 128)].
     counters: u32, zeros before the launch and after it, `cki.heuristics.linear_tokens.counters` or more.
     w, scales and gamma must not be written by the launch before.  UnsupportedError names every obstacle.
     """
@@ -81,13 +79,13 @@ def plan_linear_tokens(
         raise UnsupportedError(
             "linear of few tokens", obstacles, "rms_norm, linear, gated_linear and linear_fp8"
         )
-    itemsize, has_norm = w.dtype.itemsize, norm is not None
-    stages = heuristics.stages(size, itemsize, device.shared_memory_per_block, norm=has_norm)
+    has_norm = norm is not None
+    stages = heuristics.stages(size, device.shared_memory_per_block, norm=has_norm)
     kernel = token_kernel(
-        w.dtype, size, stages, bias=None if bias is None else bias.dtype, norm=has_norm, gated=gated,
+        size, stages, bias=None if bias is None else bias.dtype, norm=has_norm, gated=gated,
         activation=activation, residual=residual is not None,
     )  # fmt: skip
-    blocks = heuristics.blocks(columns, depth, itemsize, device, gated=gated)
+    blocks = heuristics.blocks(columns, depth, device, gated=gated)
     rows = w.shape[0]
     nbytes = 2 * blocks * heuristics.part_bytes(size)
     arguments: tuple[ArgumentValue, ...] = (
@@ -101,7 +99,7 @@ def plan_linear_tokens(
     )  # fmt: skip
     step = Step(
         kernel, (blocks, 1, 1), (heuristics.THREADS, 1, 1), arguments,
-        smem=heuristics.shared_memory(size, itemsize, stages, norm=has_norm),
+        smem=heuristics.shared_memory(size, stages, norm=has_norm),
         programmatic=True,
         reason=f"{tokens} x {depth} by {rows}: few tokens, {tiles} tiles cut evenly for {blocks} blocks",
     )  # fmt: skip
@@ -112,7 +110,7 @@ def _weight_map(w: Operand, columns: int, *, gated: bool) -> TensorMapArg:
     """Stages of 128 rows; with gates eight of the gates', eight of the ups', and so on."""
     rows, depth = w.shape
     step = w.strides[0] * w.dtype.itemsize
-    box = heuristics.stage_depth(w.dtype.itemsize)
+    box = heuristics.STAGE_DEPTH
     if not gated:
         return tensor_map(w, depth, rows, w.strides[0], (box, heuristics.TILE_ROWS))
     return TensorMapArg(w, (depth, 8, 2, columns // 8), (step, columns * step, 8 * step), (box, 8, 2, 8))
@@ -130,40 +128,27 @@ def parts_workspace(steps: tuple[Step, ...]) -> tuple[tuple[str, int], ...]:
 
 
 def token_kernel(
-    weight: DType, size: int, stages: int, *, bias: DType | None = None, norm: bool = False, gated: bool = False,
+    size: int, stages: int, *, bias: DType | None = None, norm: bool = False, gated: bool = False,
     activation: str | None = None, residual: bool = False,
 ) -> KernelSpec:  # fmt: skip
-    """The kernel of one configuration.  weight: type of w.  size: tokens of a product, `heuristics.token_size`."""
-    name = "linear_tokens_e4m3" if heuristics.splits_x(size, weight.itemsize) else "linear_tokens"
+    """The kernel of one configuration.  size: tokens of a product, `heuristics.token_size`."""
     return kernel_spec(
-        f"gemm/hopper/{name}.cu", name, _PARAMS, archs=(_ARCH,), max_registers=_REGISTERS,
-        Code=weight, Bias=bias or dtypes.bf16, kTokens=size, kStages=stages, kNorm=norm,
+        f"gemm/hopper/{_ENTRY}.cu", _ENTRY, _PARAMS, archs=(_ARCH,), max_registers=_REGISTERS,
+        Bias=bias or dtypes.bf16, kTokens=size, kStages=stages, kNorm=norm,
         kGated=gated, kActivation=ACTIVATIONS[activation], kHasBias=bias is not None, kHasResidual=residual,
     )  # fmt: skip
 
 
 def representative_specs(arch: str) -> list[KernelSpec]:
-    """Kernels that stand for all: both weights, every size, with and without each part."""
+    """Kernels that stand for all: both sizes, with and without each part."""
     room = sim_device(arch).shared_memory_per_block
-    bf16, e4m3 = dtypes.bf16, dtypes.e4m3
-    swiglu: dict[str, Any] = {"norm": True, "gated": True, "activation": "silu"}
-    choices: list[tuple[DType, int, dict[str, Any]]] = [
-        (e4m3, 8, {"norm": True}),
-        (e4m3, 8, {"residual": True}),
-        (e4m3, 16, swiglu),
-        (e4m3, 32, {"residual": True, "bias": bf16}),
-        (e4m3, 64, {"norm": True, "bias": dtypes.f32}),
-        (e4m3, 64, swiglu),
-        (bf16, 8, {"norm": True}),
-        (bf16, 16, {"residual": True}),
-        (bf16, 32, swiglu),
-        (bf16, 64, {"norm": True, "bias": dtypes.f32}),
-        (bf16, 64, {"residual": True}),
-        (bf16, 64, swiglu),
+    choices: list[tuple[int, dict[str, Any]]] = [
+        (8, {"norm": True, "bias": dtypes.f32}),
+        (8, {"residual": True}),
+        (16, {"norm": True, "gated": True, "activation": "silu"}),
+        (16, {"residual": True, "bias": dtypes.bf16}),
     ]
     return [
-        token_kernel(
-            weight, size, heuristics.stages(size, weight.itemsize, room, norm=options.get("norm", False)), **options,
-        )
-        for weight, size, options in choices
-    ]  # fmt: skip
+        token_kernel(size, heuristics.stages(size, room, norm=options.get("norm", False)), **options)
+        for size, options in choices
+    ]

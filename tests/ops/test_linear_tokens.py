@@ -35,7 +35,7 @@ class Case:
     bias: np.dtype | None = None
     residual: bool = False
     sm_count: int = 2
-    codes: bool = True
+    codes: bool = True  # as `definition` asks
 
 
 def inputs(case: Case) -> dict[str, np.ndarray]:
@@ -50,11 +50,8 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     w = rng.normal(size=(rows, case.depth)) / np.sqrt(case.depth)
     # Blocks of very different sizes: a scale that is another block's shows.
     w *= 2.0 ** rng.integers(-3, 3, (rows, -(-case.depth // 128))).repeat(128, 1)[:, : case.depth]
-    if case.codes:
-        quantized = quantize_blocks(w.astype(F32))
-        found |= {"w": quantized.codes, "scales": quantized.scales}
-    else:
-        found["w"] = w.astype(BF16)
+    quantized = quantize_blocks(w.astype(F32))
+    found |= {"w": quantized.codes, "scales": quantized.scales}
     if case.bias is not None:
         found["bias"] = rng.normal(size=rows).astype(case.bias)
     return found
@@ -83,14 +80,10 @@ CASES = [
         5, 656, 260, norm=True, bias=BF16, sm_count=3
     ),  # tiles that two blocks share, and one tile more than whole
     Case(16, 528, 128, norm=True, gated=True, activation="silu", bias=F32, sm_count=3),
-    Case(33, 400, 136, residual=True, activation="gelu", sm_count=5),
-    Case(23, 272, 100, norm=True, residual=True, sm_count=1),
+    Case(13, 400, 136, residual=True, activation="gelu", sm_count=5),
+    Case(9, 272, 100, norm=True, residual=True, sm_count=1),
     Case(8, 1152, 64, residual=True, sm_count=7),  # one tile of many parts
-    Case(3, 520, 130, norm=True, codes=False),
-    Case(40, 328, 64, norm=True, gated=True, activation="silu", bias=BF16, sm_count=3, codes=False),
-    Case(16, 584, 200, residual=True, sm_count=5, codes=False),
-    Case(61, 400, 260, norm=True, sm_count=7),
-    Case(64, 328, 130, residual=True, codes=False),
+    Case(11, 400, 260, norm=True, sm_count=7),
 ]
 
 
@@ -119,11 +112,11 @@ def test_a_row_has_the_same_bits_in_any_company(device):
 @pytest.mark.parametrize(
     ("x", "w", "y", "options", "match"),
     [
-        (((65, 64), dtypes.bf16), ((16, 64), dtypes.bf16), (65, 16), {}, "65 tokens, not 1 to 64"),
-        (((2, 12), dtypes.bf16), ((16, 12), dtypes.bf16), (2, 16), {}, "K is 12, no multiple of 8"),
-        (((2, 64), dtypes.f16), ((16, 64), dtypes.f16), (2, 16), {}, "not bf16, bf16 and bf16 or e4m3"),
+        (((17, 64), dtypes.bf16), ((16, 64), dtypes.e4m3), (17, 16), {}, "17 tokens, not 1 to 16"),
+        (((2, 24), dtypes.bf16), ((16, 24), dtypes.e4m3), (2, 16), {}, "K is 24, no multiple of 16"),
+        (((2, 64), dtypes.bf16), ((16, 64), dtypes.bf16), (2, 16), {}, "not bf16, bf16 and e4m3"),
         (((2, 64), dtypes.bf16), ((16, 64), dtypes.e4m3), (2, 16), {}, "scales is None"),
-        (((2, 64), dtypes.bf16), ((64, 64), dtypes.bf16), (2, 32), {"gated": True}, "no multiple of 64"),
+        (((2, 64), dtypes.bf16), ((64, 64), dtypes.e4m3), (2, 32), {"gated": True}, "no multiple of 64"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(x, w, y, options, match):

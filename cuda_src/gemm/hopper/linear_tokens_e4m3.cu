@@ -1,8 +1,14 @@
 // y[M, N] = act(n w^T + bias) + residual of up to 16 tokens and e4m3 codes, on Hopper (sm_90a), bound by reading w (W8A16).
 //
-// What linear_tokens.cu computes, by the same cut of the work and the same finish, where w has codes and tokens are so few that
-// arranging x costs less than converting codes (17 to 64 tokens: 1.09 to 1.3 times that kernel's time on an H200).
+//   n = x, or RMS norm: x / rms(x) * gamma (kNorm)      gates, kGated: act(n wg^T + bias_g) * (n wu^T + bias_u), w [2 N, K]
 //
+// x is bf16; w e4m3 with a scale for each block of 128 x 128.
+//
+// Why beside gemm/skinny. Those kernels keep x whole in every block, or cut K by clusters: they have too little room from a few
+//          tokens on, or leave SMs idle. Here both operands come stage by stage through a ring of TMA's, and every block has as
+//          many stages as any other (even_work.cuh): all SMs ask for memory until the end of the launch.
+// Product. y^T = w n^T: w's rows are the 64 of a wgmma, tokens its columns, so few tokens waste nothing. With gates w's rows come
+//          eight of the gates', eight of the ups' (the order of w_map): a thread has both of a column.
 // Codes.   They are multiplied as they are, by e4m3: n is made two e4m3 numbers of each element (e4m3_tokens.cuh), and a product
 //          has twice as many columns. So no code is converted.
 // n.       Four warps make it of each stage of x, in its place, and add up x's squares; 1 / rms(x) is a factor of the sums.
@@ -11,7 +17,7 @@
 //
 // K is a multiple of 16; with gates N is one of 64. Strides in elements; columns of y and residual are dense.
 //
-// Grid: blocks, one an SM. Prelude: Code (cki::e4m3), Bias (cki::bf16 or float), kTokens (8, 16), kStages, kNorm, kGated,
+// Grid: blocks, one an SM. Prelude: Bias (cki::bf16 or float), kTokens (8, 16), kStages, kNorm, kGated,
 //   kActivation, kHasBias, kHasResidual.
 // Boxes: w_map 128 x 128 rows, or with gates 128 x 8 x 2 x 8 (K, row of eight, gate or up, eight); x_map 64 x tokens.
 // parts: kPartFloats floats for each of 2 slots a block. counters: kConsumerWarps zeros a tile.

@@ -1,5 +1,5 @@
-// What linear_tokens.cu and linear_tokens_e4m3.cu do alike: rows of no token, and the finish of a tile, parts added in the order
-// of the blocks, then norm, bias, activation, gates, residual. For their preludes, behind their stages.
+// Of linear_tokens_e4m3.cu: rows of no token, and the finish of a tile, parts added in the order of the blocks, then norm, bias,
+// activation, gates, residual. For that kernel's prelude, behind its stages.
 #pragma once
 
 #include "common/convert_element.cuh"
@@ -44,7 +44,7 @@ struct Output {
   float epsilon;
 };
 
-constexpr int kLaneTokens = kTokens > 32 ? 2 : 1;  // lane, lane + 32: whose squares a lane holds
+constexpr int kLaneTokens = 1;  // whose squares a lane holds: there are fewer tokens than lanes
 using Squares = float[kLaneTokens];
 
 // A warp's share of a part of a tile that several blocks share, into its place.
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_part(const float (&sum)[kSums], const Squa
 // The sums of a warp's shares of all parts in place of its own.
 __device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares, const EvenWork& work, const Output& out,
                                           int tile, int first, int last, int warp) {
-  constexpr int kTogether = kTokens <= 16 ? 8 : 128 / kTokens;  // parts whose loads are under way
+  constexpr int kTogether = 8;  // parts whose loads are under way
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
 #pragma unroll
