@@ -56,6 +56,8 @@ def check_heads(problem: Problem) -> None:
             f"q has {q.shape[-2]} heads, which is no multiple of k's {k.shape[-2]}",
             "query heads a multiple of KV heads",
         )
+    if q.shape[-2] >= 2**31:
+        problem.reject(f"q has {q.shape[-2]} heads", "fewer than 2**31 heads")
     if q.shape[-1] != k.shape[-1]:
         problem.reject(
             f"q has head_dim {q.shape[-1]}, k has head_dim {k.shape[-1]}",

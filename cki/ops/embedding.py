@@ -93,6 +93,8 @@ def _check_embed(problem: Problem) -> None:
     ids, word = problem["token_ids"], problem["word_table"]
     if ids.ndim not in (1, 2):
         problem.reject(f"token_ids has shape {ids.shape}", "token_ids of shape [seq] or [batch, seq]")
+    elif ids.shape[-1] >= 2**31:
+        problem.reject(f"token_ids has shape {ids.shape}", "fewer than 2**31 tokens a sequence")
     for name in ("token_ids", "token_type_ids", "positions"):
         tensor = problem.get(name)
         if tensor is not None and tensor.dtype not in _INDICES:

@@ -56,6 +56,8 @@ def _check(problem: Problem) -> None:
         return
     if outs.shape[0] == 0:
         problem.reject(f"outs has shape {outs.shape}: no state", "at least one state")
+    if outs.shape[0] >= 2**31:
+        problem.reject(f"outs has shape {outs.shape}: {outs.shape[0]} states", "fewer than 2**31 states")
     if not 1 <= outs.shape[-1] <= _MAX_DIM:
         problem.reject(f"outs has shape {outs.shape}", f"a last axis of 1 to {_MAX_DIM}")
     if lses.shape != outs.shape[:-1]:

@@ -182,6 +182,21 @@ def test_autocast_of_generate(models, launches, cache):
     assert text.shape == (2, 12) and launches.total() == 3 * model.config.num_hidden_layers
 
 
+def test_models_are_made_with_it(models, launches, tmp_path):
+    """`attn_implementation="cki"` of from_config and from_pretrained."""
+    model = models("llama")
+    model.save_pretrained(tmp_path)
+    wanted = model(ids(), attention_mask=BATCHES["whole"]).logits
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="cki").eval()
+    made = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="cki").eval()
+    for other in (loaded, made):
+        assert other.config._attn_implementation == "cki"
+        launches.clear()
+        logits = other(ids(), attention_mask=BATCHES["whole"]).logits
+        assert launches.total() == model.config.num_hidden_layers
+        assert logits.shape == wanted.shape and (other is made or close(logits, wanted))
+
+
 def test_refusals(models):
     module, q = models("llama"), torch.zeros(1, 2, 3, 16)
     with pytest.raises(UnsupportedError, match=r"dropout is 0\.1"):

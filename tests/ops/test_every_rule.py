@@ -90,3 +90,22 @@ def test_types_are_named_beside_wrong_shapes(case):
                     missed.append(f"{wrong} beside {misshapen}")
     assert not missed
     assert found or len(arrays) == 1
+
+
+def endless(*shape: int, dtype: Any = F32) -> np.ndarray:
+    """Of one element."""
+    return np.broadcast_to(np.zeros(1, dtype), shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "words"),
+    [
+        ("attention", dict.fromkeys("qkv", endless(1, 1, 2**31, 16)), "q has 2147483648 heads"),
+        ("embed_tokens", {"token_ids": endless(1, 2**40, dtype=INDEX), "word_table": normal(4, 16)}, "token_ids has"),
+        ("merge_states", {"outs": endless(2**33, 1, 16), "lses": endless(2**33, 1)}, "8589934592 states"),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_int_of_a_kernel_holds(name, arrays, words):
+    with cki.device("sim"):
+        (problem,) = problems(name, arrays, {})
+    assert words in problem
