@@ -40,7 +40,6 @@ constexpr int kSums = kTokens / 2;     // of a thread
 constexpr int kConsumerWarps = kConsumerThreads / 32;
 constexpr int kWarpPart = kSums * 32 + kTokens;  // floats of a warp's part: its sums, the squares
 constexpr int kPartFloats = kConsumerWarps * kWarpPart;
-constexpr float kOfX = 1.0f;  // no power of two for all of x
 
 constexpr int kGammaAt = kStages * kStageBytes;
 constexpr int kBarriersAt = kGammaAt + (kNorm ? kStages * kDepth * 2 : 0);

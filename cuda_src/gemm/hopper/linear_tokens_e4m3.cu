@@ -99,10 +99,10 @@ __device__ __forceinline__ void consume(const Shared& shared, const EvenWork& wo
     const int row = tile * kTileColumns;
     multiply(sum, shared, ring, w, n, part, scales + row / kScaleBlock * scale_stride,
              scales + (kGated ? out.columns + row : row) / kScaleBlock * scale_stride);
-    Squares squares = {};
+    float squares = 0.0f;
     if constexpr (kNorm) {
       squares_ring.wait_full();
-      if (lane() < kTokens) squares[0] = shared.squares()[lane()];
+      if (lane() < kTokens) squares = shared.squares()[lane()];
       squares_ring.release_by_one();
     }
     finish_part(sum, squares, shared.warp_squares(warp), work, out, block, tile, place);

@@ -44,34 +44,26 @@ struct Output {
   float epsilon;
 };
 
-constexpr int kLaneTokens = 1;  // whose squares a lane holds: there are fewer tokens than lanes
-using Squares = float[kLaneTokens];
-
-// A warp's share of a part of a tile that several blocks share, into its place.
-__device__ __forceinline__ void store_part(const float (&sum)[kSums], const Squares& squares, float* to) {
+// A warp's share of a part of a tile that several blocks share, into its place. squares: of the token of this lane.
+__device__ __forceinline__ void store_part(const float (&sum)[kSums], float squares, float* to) {
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j)
     *reinterpret_cast<float4*>(to + (j * 32 + lane()) * 4) =
         make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
-  if constexpr (kNorm) {
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i)
-      if (lane() + i * 32 < kTokens) to[kSums * 32 + lane() + i * 32] = squares[i];
-  }
+  if (kNorm && lane() < kTokens) to[kSums * 32 + lane()] = squares;
 }
 
 // The sums of a warp's shares of all parts in place of its own.
-__device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares, const EvenWork& work, const Output& out,
+__device__ __forceinline__ void add_parts(float (&sum)[kSums], float& squares, const EvenWork& work, const Output& out,
                                           int tile, int first, int last, int warp) {
   constexpr int kTogether = 8;  // parts whose loads are under way
 #pragma unroll
   for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kLaneTokens; ++i) squares[i] = 0.0f;
+  squares = 0.0f;
 #pragma unroll 1
   for (int begin = first; begin <= last; begin += kTogether) {
     float4 parts[kTogether][kTokens / 8];
-    float part_squares[kTogether][kLaneTokens];
+    float part_squares[kTogether];
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) {
       const float* from =
@@ -81,11 +73,7 @@ __device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares,
       for (int j = 0; j < kTokens / 8; ++j)
         parts[p][j] = there ? *reinterpret_cast<const float4*>(from + (j * 32 + lane()) * 4)
                             : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if constexpr (kNorm) {
-#pragma unroll
-        for (int i = 0; i < kLaneTokens; ++i)
-          part_squares[p][i] = there && lane() + i * 32 < kTokens ? from[kSums * 32 + lane() + i * 32] : 0.0f;
-      }
+      if constexpr (kNorm) part_squares[p] = there && lane() < kTokens ? from[kSums * 32 + lane()] : 0.0f;
     }
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) {
@@ -96,10 +84,7 @@ __device__ __forceinline__ void add_parts(float (&sum)[kSums], Squares& squares,
         sum[j * 4 + 2] += parts[p][j].z;
         sum[j * 4 + 3] += parts[p][j].w;
       }
-      if constexpr (kNorm) {
-#pragma unroll
-        for (int i = 0; i < kLaneTokens; ++i) squares[i] += part_squares[p][i];
-      }
+      if constexpr (kNorm) squares += part_squares[p];
     }
   }
 }
@@ -127,8 +112,8 @@ __device__ __forceinline__ void write(const float (&sum)[kSums], const float (&r
                                       const Place& place, const float* squares) {
   constexpr auto kAct = static_cast<Activation>(kActivation);
   for_each_result(out, tile, place, [&](int index, int token, int at) {
-    float factor = kOfX;
-    if constexpr (kNorm) factor *= rsqrtf(squares[token] / static_cast<float>(out.depth) + out.epsilon);
+    float factor = 1.0f;
+    if constexpr (kNorm) factor = rsqrtf(squares[token] / static_cast<float>(out.depth) + out.epsilon);
     float value = sum[index] * factor;
     if constexpr (kHasBias) value += to_float(out.bias[at * out.bias_stride]);
     value = activate<kAct>(value);
@@ -143,7 +128,7 @@ __device__ __forceinline__ void write(const float (&sum)[kSums], const float (&r
 }
 
 // A part of a tile: finished where it is the whole tile, or the last of several to be stored. sum, squares: a warp's share.
-__device__ __forceinline__ void finish_part(float (&sum)[kSums], Squares& squares, float* own_squares, const EvenWork& work,
+__device__ __forceinline__ void finish_part(float (&sum)[kSums], float squares, float* own_squares, const EvenWork& work,
                                             const Output& out, int block, int tile, const Place& place) {
   const int warp = place.thread / 32;
   const int first = work.first_block(tile), last = work.last_block(tile);
@@ -159,9 +144,7 @@ __device__ __forceinline__ void finish_part(float (&sum)[kSums], Squares& square
   }
   if (first < last) add_parts(sum, squares, work, out, tile, first, last, warp);
   if constexpr (kNorm) {
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i)
-      if (lane() + i * 32 < kTokens) own_squares[lane() + i * 32] = squares[i];
+    if (lane() < kTokens) own_squares[lane()] = squares;
     __syncwarp();
   }
   write(sum, residual, out, tile, place, own_squares);
