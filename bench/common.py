@@ -352,22 +352,41 @@ def write_csv(
     *,
     is_quiet: bool = False,
 ) -> Path:
-    """Writes `<folder>/<name>.csv`, one line a row, environment last, and prints the rows as a table."""
+    """Writes `<folder>/<name>.csv`, one line a row, environment last, and prints the rows as a table.
+
+    A command with arguments may measure a part: what it did not measure stays in bench/results.
+    """
     if not rows:
         raise ValueError(f"benchmark {name!r} measured nothing")
+    may_be_part = folder is None and not os.environ.get("BENCH_OUT") and len(sys.argv) > 1
     folder = folder or results_dir()
     folder.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(column for line in rows for column in line))
     path = folder / f"{name}.csv"
+    kept = _others(path, rows) if may_be_part else []
+    others = [column for column in (kept[0] if kept else ()) if column not in {*columns, *environment()}]
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*columns, *environment()], restval="")
+        writer = csv.DictWriter(file, [*columns, *others, *environment()], restval="")
         writer.writeheader()
+        writer.writerows(kept)
         for line in rows:
             writer.writerow({**line, **environment()})
     if not is_quiet:
         print_table(rows, columns)
         print(f"wrote {path}")
     return path
+
+
+def _others(path: Path, rows: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
+    """Rows of a file that measure something else than these."""
+    if not path.exists():
+        return []
+    names = ("op", "problem", "dtype", "implementation")
+    measured = {tuple(str(line.get(name, "")) for name in names) for line in rows}
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            line for line in csv.DictReader(file) if tuple(line.get(n, "") for n in names) not in measured
+        ]
 
 
 def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:

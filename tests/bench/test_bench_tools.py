@@ -38,6 +38,28 @@ def test_csv_carries_the_environment(tools, tmp_path, capsys):
     assert "n=2" in capsys.readouterr().out
 
 
+def test_a_part_of_a_benchmark_replaces_its_own_rows_alone(tools, tmp_path, monkeypatch):
+    common, _, _ = tools
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.delenv("BENCH_OUT", raising=False)
+
+    def measured(*rows):
+        with common.write_csv("family", rows).open(newline="") as file:
+            return [
+                (line["problem"], line["median_us"], line.get("blocks", "")) for line in csv.DictReader(file)
+            ]
+
+    def row(problem, time, **more):
+        return common.row("op", problem, "f32", "cki", time, **more)
+
+    monkeypatch.setattr("sys.argv", ["family.py"])
+    assert len(measured(row("a", 1.0, blocks=7), row("b", 2.0))) == 2
+    monkeypatch.setattr("sys.argv", ["family.py", "--shape", "b"])
+    assert measured(row("b", 3.0)) == [("a", "1.0", "7"), ("b", "3.0", "")]
+    monkeypatch.setenv("BENCH_OUT", str(tmp_path))
+    assert measured(row("c", 4.0)) == [("c", "4.0", "")]
+
+
 def test_measuring_nothing_is_an_error(tools, tmp_path):
     common, _, _ = tools
     with pytest.raises(ValueError, match="measured nothing"):
