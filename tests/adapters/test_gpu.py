@@ -40,7 +40,10 @@ def test_cupy_arrays_are_viewed_in_place(dtype):
             lambda: cupy.zeros((3, 2), np.float32)[::-1],
             "x has negative strides (-8, 4); cupy.ascontiguousarray(x)",
         ),
-        (lambda: cupy.zeros(3, np.complex64), "x is of dtype complex64, which has no kernels; numbers are f32"),
+        (
+            lambda: cupy.zeros(3, np.complex64),
+            "x is of dtype complex64, which has no kernels; numbers are f32",
+        ),
     ],
 )
 def test_cupy_refusals(array, said):
