@@ -36,8 +36,11 @@ print(time.perf_counter() - t, len(specs), cache.statistics().compiled)
 """
 ONE_KERNEL = """
 import time
-from cki import cache, registry
-spec = registry.find({name!r}, {arch!r})[0]
+from cki import cache, dtypes, registry
+from cki.device import sim_device
+from cki.operand import dense
+from cki.ops.attention import plan_attention
+spec = {spec}
 cache.compiler.compile_text("", "warm-up", {arch!r}, cache.compiler.options({arch!r}))
 t = time.perf_counter()
 cache.get(spec, {arch!r})
@@ -52,6 +55,12 @@ cki.layer_norm(x)
 cupy.cuda.runtime.deviceSynchronize()
 print(time.perf_counter() - t)
 """
+#: A kernel by its name, the smallest of them, and attention of whole causal prompts by its head dimension.
+BY_NAME = "registry.find({name!r}, {arch!r})[0]"
+CAUSAL = (
+    "plan_attention(*(dense(name, (4, 2048, 16, {dim}), dtypes.bf16) for name in 'qkvo'), "
+    "device=sim_device({arch!r}), causal=True)[-1].kernel"
+)
 #: Seconds that the first call with a new head size may compile.
 _FIRST_CALL_S = 1.5
 
@@ -102,9 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure("default set, 2 cores", default_set, warm=True, cores=2)
     hopper = ("attention_hopper",) if options.arch == "sm_90a" else ()
     for name in ("layer_norm", "attention", "linear", *hopper):
-        code = ONE_KERNEL.format(name=name, arch=options.arch)
+        code = ONE_KERNEL.format(spec=BY_NAME.format(name=name, arch=options.arch), arch=options.arch)
         measure(f"one {name} kernel", code, limit=_FIRST_CALL_S if name.startswith("attention") else None)
         measure(f"one {name} kernel", code, warm=True)
+    for dim in (64, 128, 256):
+        code = ONE_KERNEL.format(spec=CAUSAL.format(dim=dim, arch=options.arch), arch=options.arch)
+        measure(f"causal attention, head dimension {dim}", code, limit=_FIRST_CALL_S)
     with tempfile.TemporaryDirectory() as directory:
         cupy_alone = min(run(IMPORT.format(modules="cupy"), directory)[0] for _ in range(5))
         both = min(run(IMPORT.format(modules="cupy, cki"), directory)[0] for _ in range(5))
