@@ -41,9 +41,9 @@ import numpy as np
 from attention import Shape
 
 from cki import cache, dtypes
-from cki.device import sim_device
+from cki.device import DeviceInfo, sim_device
 from cki.heuristics.attention import choose_tiles, padded
-from cki.heuristics.attention_hopper import HopperTiles, choose_hopper_tiles, tuning_candidates
+from cki.heuristics.attention_hopper import SCHEDULES, HopperTiles, choose_hopper_tiles
 from cki.operand import dense
 from cki.ops.attention import plan_attention
 
@@ -64,6 +64,37 @@ def with_field(tiles: HopperTiles, text: str) -> HopperTiles:
     """Tiles with a field changed: `block_keys=160`, `ping_pong=False`, `schedule='fixed'`."""
     name, _, value = text.partition("=")
     return dataclasses.replace(tiles, **{name: ast.literal_eval(value)})
+
+
+def tuning_candidates(
+    head_dim: int, value_dim: int, has_limits: bool, device: DeviceInfo
+) -> tuple[HopperTiles, ...]:
+    """For padded head dimensions: tiles, stages, turns, schedules."""
+    widest = max(head_dim, value_dim)
+    shapes: tuple[tuple[int, int, int], ...]
+    if widest <= 64:
+        shapes = ((3, 128, 2), (3, 128, 3), (2, 192, 2), (2, 128, 3), (3, 112, 2))
+    elif widest <= 96:
+        shapes = ((2, 176, 2), (2, 128, 2), (2, 144, 2))
+    elif widest <= 128:
+        shapes = ((2, 176, 2), (2, 128, 2), (2, 160, 2), (2, 144, 2))
+    elif widest <= 192:
+        shapes = ((2, 128, 2), (2, 112, 2), (2, 96, 2), (2, 80, 2))
+    else:
+        shapes = ((2, 80, 2), (2, 64, 2))
+    best = choose_hopper_tiles(16384, 16, head_dim, value_dim, has_limits, True, device)
+    candidates = [best, *(HopperTiles(*shape, schedule=best.schedule) for shape in shapes)]
+    candidates += [dataclasses.replace(best, schedule=other) for other in SCHEDULES if other != best.schedule]
+    candidates += [dataclasses.replace(best, ping_pong=False)]
+    if (
+        widest <= 128
+    ):  # short sequences: small tiles, whose blocks overlap each other instead of their own warpgroups
+        keys = 128 if widest <= 64 else 64
+        candidates += [HopperTiles(1, keys, 2, False, schedule, 2) for schedule in ("single", best.schedule)]
+    candidates = list(dict.fromkeys(candidates))
+    return tuple(
+        c for c in candidates if c.shared_memory(head_dim, value_dim) * c.blocks_per_sm <= 227 * 1024
+    )
 
 
 def candidates(shape: Shape, variants: Sequence[str] = ()) -> dict[str, HopperTiles]:

@@ -302,34 +302,3 @@ def choose_packed_tiles(
 
     tiles = min(options, key=lambda o: max(rounds(o[0]) + 0.5, 1.0) * o[0].block_rows * o[1])[0]
     return replace(tiles, schedule="dynamic" if rounds(tiles) > tiles.blocks_per_sm else "single")
-
-
-def tuning_candidates(
-    head_dim: int, value_dim: int, has_limits: bool, device: DeviceInfo
-) -> tuple[HopperTiles, ...]:
-    """What `bench/attention.py --hopper` times for padded head dimensions: tiles, stages, turns, schedules."""
-    widest = max(head_dim, value_dim)
-    shapes: tuple[tuple[int, int, int], ...]
-    if widest <= 64:
-        shapes = ((3, 128, 2), (3, 128, 3), (2, 192, 2), (2, 128, 3), (3, 112, 2))
-    elif widest <= 96:
-        shapes = ((2, 176, 2), (2, 128, 2), (2, 144, 2))
-    elif widest <= 128:
-        shapes = ((2, 176, 2), (2, 128, 2), (2, 160, 2), (2, 144, 2))
-    elif widest <= 192:
-        shapes = ((2, 128, 2), (2, 112, 2), (2, 96, 2), (2, 80, 2))
-    else:
-        shapes = ((2, 80, 2), (2, 64, 2))
-    best = choose_hopper_tiles(16384, 16, head_dim, value_dim, has_limits, True, device)
-    candidates = [best, *(HopperTiles(*shape, schedule=best.schedule) for shape in shapes)]
-    candidates += [replace(best, schedule=other) for other in SCHEDULES if other != best.schedule]
-    candidates += [replace(best, ping_pong=False)]
-    if (
-        widest <= 128
-    ):  # short sequences: small tiles, whose blocks overlap each other instead of their own warpgroups
-        keys = 128 if widest <= 64 else 64
-        candidates += [HopperTiles(1, keys, 2, False, schedule, 2) for schedule in ("single", best.schedule)]
-    candidates = list(dict.fromkeys(candidates))
-    return tuple(
-        c for c in candidates if c.shared_memory(head_dim, value_dim) * c.blocks_per_sm <= 227 * 1024
-    )

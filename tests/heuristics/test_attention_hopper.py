@@ -17,7 +17,6 @@ from cki.heuristics.attention_hopper import (
     choose_hopper_tiles,
     key_span,
     sections_of,
-    tuning_candidates,
     value_span,
 )
 from cki.operand import Operand, dense
@@ -47,7 +46,6 @@ def all_choices() -> list[tuple[int, int, HopperTiles]]:
         for rows, plain in itertools.product((1, 64, 65, 128, 129, 100000), (False, True)):
             tiles = choose_hopper_tiles(rows, 16, dim, value_dim, limits, plain, DEVICE)
             found.append((dim, value_dim, tiles))
-        found += [(dim, value_dim, tiles) for tiles in tuning_candidates(dim, value_dim, limits, DEVICE)]
     return found
 
 
