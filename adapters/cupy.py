@@ -17,7 +17,7 @@ from cupy.cuda import ExternalStream, alloc, get_current_stream, runtime
 
 from cki import dtypes
 from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
-from cki.adapters.numpy_dtypes import array_problems
+from cki.adapters.numpy import array_problems
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.generated import Expression

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from cki import dtypes
-from cki.adapter import ALIGNMENT, Adapter, canonical_strides, type_name
-from cki.adapters.numpy_dtypes import array_problems
+from cki.adapter import ALIGNMENT, Adapter, canonical_strides, stride_problems, type_name
 from cki.dtypes import DType
 from cki.errors import InvalidTypeError
 from cki.tensor import DeviceId, TensorView
@@ -78,3 +77,20 @@ def adapter_for(cls: type, name: str) -> Adapter:
 
 
 _ADAPTER = NumpyAdapter()
+
+
+def array_problems(name: str, array: Any, foreign_order: str, copy: str) -> list[str]:
+    """Every reason why an array's dtype or strides cannot be used.
+
+    foreign_order: what is said of an array in the other byte order.  copy: see `stride_problems`.
+    """
+    dtype = array.dtype
+    problems = []
+    if not dtype.isnative:
+        problems.append(f"{name} is of dtype {dtype.str}, foreign byte order; {foreign_order}")
+    else:
+        try:
+            dtypes.from_numpy(dtype)
+        except InvalidTypeError:
+            problems.append(f"{name} is of dtype {dtype}, which has no kernels; {dtypes.usual_names()}")
+    return problems + stride_problems(name, array.shape, array.strides, dtype.itemsize, copy)

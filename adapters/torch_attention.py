@@ -14,7 +14,6 @@ import torch
 
 from cki.adapters.gradient import require_bool
 from cki.adapters.renamed import renamed
-from cki.adapters.torch_autocast import as_autocast
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.ops.attention import attention
 
@@ -72,6 +71,19 @@ def scaled_dot_product_attention(
     except CkiError as error:
         raise renamed(error, _OPERATION, _NAMES) from None
     return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
+
+
+def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Floating-point tensors in autocast's type, where it is enabled on their device, as torch's own attention takes
+    them; f64 stays, as there.  Others and all tensors outside autocast are returned as they are."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors
+    )
 
 
 def _attention_with_gradient() -> Callable[..., torch.Tensor]:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from cki.adapters.torch_autocast import as_autocast
+from cki.adapters.torch_attention import as_autocast
 from cki.errors import UnsupportedError
 from cki.ops.attention import attention
 from cki.ops.paged import decode_attention

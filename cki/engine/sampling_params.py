@@ -35,7 +35,7 @@ class SamplingParams:
     stop: texts that end the answer; they are not part of it.  stop_token_ids: tokens that do, besides the model's own.
     ignore_eos: the model's own ends do not end it.
     logprobs: report the logprob of each token and of so many alternatives, 0 to 20; None reports nothing.
-    The values are checked here; `cki.reference.sampling` defines them.
+    The values are checked here; tests/engine/sampling_definition.py defines them.
     """
 
     max_tokens: int = 128

@@ -1,6 +1,6 @@
 """From one decode step to the next without the host: tokens, lengths, slots (`cuda_src/sampling/advance.cu`).
 
-`cki.reference.advance` is the definition.
+tests/engine/advance_definition.py is the definition.
 """
 
 from __future__ import annotations

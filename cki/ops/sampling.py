@@ -62,8 +62,8 @@ def sample_tokens(
     Returns (tokens i32 [batch], logprobs f32 [batch]), the natural logarithm of softmax(logits) at the token, without
     temperature and penalty; with max_alternatives also (top_tokens i32, top_logprobs f32) [batch, max_alternatives],
     the likeliest first, written as far as `alternatives` says.
-    The definition is `cki.reference.sampling.sample_tokens`.  Raises InvalidArgumentError or InvalidTypeError before
-    any launch.
+    The definition is tests/engine/sampling_definition.py.  Raises InvalidArgumentError or InvalidTypeError before any
+    launch.
     """
     inputs = (
         logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seen_rows, seed, step, alternatives,

@@ -11,13 +11,12 @@ from cki.reference.encoder_model import encoder, encoder_embed, token_positions
 from cki.reference.linear import gated_linear, linear, linear_fp8
 from cki.reference.norm import layer_norm, rms_norm
 from cki.reference.paged import append_kv, decode_attention, merge_states, paged_attention
-from cki.reference.pointwise import bias_activation, gated_activation
+from cki.reference.pointwise import bias_activation, gated_activation, softmax
 from cki.reference.quantize import layer_norm_quantize, quantize_fp8, rms_norm_quantize
 from cki.reference.rope import apply_rope
-from cki.reference.softmax import softmax
 from cki.reference.varlen import varlen_attention
 
-# Where a function and its module share a name (attention, encoder, linear, softmax), these imports leave the function.
+# Where a function and its module share a name (attention, encoder, linear), these imports leave the function.
 __all__ = [
     "append_kv", "apply_rope", "attention", "bias_activation", "decode_attention", "dropout_add", "embed_tokens",
     "encoder", "encoder_embed", "encoder_layer", "encoder_layers", "fused_attention", "fused_ffn", "gated_activation",

@@ -1,4 +1,4 @@
-"""Activations in float64: the specification of `cki.gated_activation` and `cki.bias_activation`.
+"""Activations and softmax in float64: the specification of `cki.gated_activation`, `bias_activation` and `softmax`.
 
 Arguments may be of any float type, ml_dtypes' bfloat16 included; results are float64.
 """
@@ -71,4 +71,21 @@ def bias_activation(
 
 def _float64(x: Array) -> Result:
     result: Result = np.asarray(x).astype(np.float64)
+    return result
+
+
+def softmax(x: Array, mask: Array | None = None, *, scale: float = 1.0) -> Result:
+    """exp(scale * x) / sum(exp(scale * x)) over the last axis, of the elements that mask (True keeps) leaves.
+
+    Hidden elements give 0.  A row whose elements are all hidden or -infinity gives zeros; one with a NaN or +infinity
+    that is not hidden gives NaN where it is not hidden.
+    """
+    keep = np.broadcast_to(True if mask is None else np.asarray(mask), np.shape(x))
+    values = np.where(keep, np.asarray(x).astype(np.float64), -np.inf)
+    largest = values.max(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scale * (values - np.where(largest == -np.inf, 0.0, largest)))
+    weights = np.where(keep, weights, 0.0)
+    total = weights.sum(-1, keepdims=True)
+    result: Result = weights / np.where(total == 0, 1.0, total)
     return result

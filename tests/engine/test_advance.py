@@ -12,7 +12,7 @@ from cki.memory import PagedKVCache
 from cki.operand import dense
 from cki.ops.advance import plan_advance
 from cki.plan import Plan
-from cki.reference.advance import advance
+from tests.engine.advance_definition import advance
 
 ROWS, COLUMNS, BLOCK_SIZE, ENDS = 150, 9, 4, 3
 

@@ -12,7 +12,7 @@ from cki.device import DeviceInfo, sim_device
 from cki.engine.device_weights import DeviceWeights, weight_shapes
 from cki.engine.model import DecoderModel, ModelLimits, RowSampling, StepRow, bucket
 from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
-from cki.reference.decoder import decoder
+from tests.engine.decoder_definition import decoder
 from tests.engine.tiny import LLAMA, MODELS, random_weights
 
 LIMITS = ModelLimits(max_sequences=8, max_step_tokens=64, max_length=100)
@@ -128,7 +128,7 @@ def test_a_chained_step_leaves_rows_alone_that_have_ended(device):
 
 def test_sampling_parameters_are_each_row_s_own(device):
     """Rows differ in temperature, seed and memory; their tokens are those of the definition on the step's logits."""
-    from cki.reference.sampling import sample_tokens
+    from tests.engine.sampling_definition import sample_tokens
 
     model = model_of(LLAMA, random_weights(LLAMA), device.info)
     prompts = [[5, 9, 77, 3], [8, 8], [1, 2, 3]]

@@ -16,7 +16,7 @@ from cki.engine.quantized import dequantize_blocks, quantize_blocks
 from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
 from cki.errors import InvalidArgumentError
 from cki.reference import quantize_fp8
-from cki.reference.decoder import decoder
+from tests.engine.decoder_definition import decoder
 from tests.engine.tiny import MODELS, random_weights
 
 LIMITS = ModelLimits(max_sequences=20, max_step_tokens=64, max_length=100)
@@ -50,7 +50,7 @@ PROMPTS = [[5, 9, 77, 3, 50, *range(10, 20)], [8, *range(30, 42)], [1, 2]]
 
 def with_rounded_activations(monkeypatch, config):
     """Lets the definition's matrices of layers multiply rows that went through e4m3 by blocks of 128."""
-    import cki.reference.decoder as module
+    import tests.engine.decoder_definition as module
 
     def rounding(product):
         def call(x, w, *arguments, **options):

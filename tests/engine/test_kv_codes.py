@@ -20,9 +20,9 @@ from cki.errors import InvalidArgumentError
 from cki.operand import dense
 from cki.ops.gather_cache import plan_gather_cache
 from cki.plan import Plan
-from cki.reference import decoder as definition
 from cki.reference import quantize_fp8
-from cki.reference.decoder import decoder
+from tests.engine import decoder_definition as definition
+from tests.engine.decoder_definition import decoder
 from tests.engine.fake_model import FakeModel
 from tests.engine.test_scheduler import request_for
 from tests.engine.tiny import FULL, LLAMA, MODELS, random_weights

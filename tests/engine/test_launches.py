@@ -13,7 +13,7 @@ from cki.engine.device_weights import DeviceWeights
 from cki.engine.model import DecoderModel, ModelLimits, StepRow
 from cki.engine.quantized import dequantize_blocks, quantize_blocks
 from cki.engine.step_plan import CacheGeometry, DecoderPlanner, StepShape
-from cki.reference.decoder import decoder
+from tests.engine.decoder_definition import decoder
 from tests.engine.tiny import FULL, random_weights
 
 LIMITS = ModelLimits(8, 64, 64)

@@ -11,9 +11,9 @@ import pytest
 
 from cki.engine import LLM, ModelConfig, SamplingParams
 from cki.errors import InvalidArgumentError, InvalidTypeError
-from cki.reference.decoder import decoder
-from cki.reference.sampling import log_softmax
+from tests.engine.decoder_definition import decoder
 from tests.engine.model_files import hf_config, write_folder
+from tests.engine.sampling_definition import log_softmax
 from tests.engine.tiny import LLAMA, Letters, random_weights
 
 WEIGHTS = random_weights(LLAMA)

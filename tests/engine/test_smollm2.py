@@ -8,7 +8,7 @@ from cki.engine import LLM, SamplingParams
 from tests.engine.model_files import smollm2_path
 
 PROMPT = "The capital of France is"
-#: cki.reference.decoder on the file's weights, after "The capital of France is Paris": . , and ( ." ).
+#: decoder_definition on the file's weights, after "The capital of France is Paris": . , and ( ." ).
 LIKELIEST = {30: 25.143, 28: 23.864, 284: 22.527, 365: 21.071, 1270: 21.017, 595: 20.982}
 
 

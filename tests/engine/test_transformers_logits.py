@@ -1,4 +1,4 @@
-"""The definition of a decoder (`cki.reference.decoder`) against transformers' models, from the files these write.
+"""The definition of a decoder (`decoder_definition`) against transformers' models, from the files these write.
 
 What runs on the kernels is compared with the definition elsewhere; here is what the definition is compared with.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cki.engine.files import open_model
-from cki.reference.decoder import decoder
+from tests.engine.decoder_definition import decoder
 from tests.engine.model_files import hf_config
 
 torch = pytest.importorskip("torch")

@@ -9,8 +9,8 @@ import pytest
 import cki
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.ops.sampling import sample_tokens
-from cki.reference.sampling import kept_tokens, log_softmax
-from cki.reference.sampling import sample_tokens as reference
+from tests.engine.sampling_definition import kept_tokens, log_softmax
+from tests.engine.sampling_definition import sample_tokens as reference
 
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
 TYPES = {
