@@ -39,8 +39,7 @@ SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {}, "plain": {"way": "plain"}, "decode": {"way": "decode"},
     "fp8": {"fp8": True}, "fp8_decode": {"fp8": True, "way": "decode"}, "fp8_tokens": {"fp8": True, "way": "tokens"},
-    "fp8_plain": {"fp8": True, "way": "plain"}, "fp8_overlaps": {"fp8": True, "overlaps": True},
-    "overlaps": {"overlaps": True}, "fp8_plain_overlaps": {"fp8": True, "way": "plain", "overlaps": True},
+    "fp8_plain": {"fp8": True, "way": "plain"},
     "fp8_kv": {"fp8": True, "kv_codes": True},
 }  # fmt: skip
 #: Standard deviation of random codes.

@@ -128,7 +128,7 @@ class DecoderModel:
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
         stream: int | None = None, way: Way | None = None, merge_inside: bool = True, kv_codes: bool = False,
-        overlaps: bool = False,
+        overlaps: bool | None = None,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
