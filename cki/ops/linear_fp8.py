@@ -3,7 +3,8 @@
     y[m, n] = sum over k of x[m, k] x_scale[m, k / 128] w[n, k] w_scale[n / 128, k / 128] + bias[n]
 
 The form of DeepSeek-V3's and Qwen3's FP8 weights, and of what `quantize_fp8(granularity="block128")` makes of
-activations.  Every 128 products are added in fp32, times their scales, which are never multiplied into the codes.
+activations; or w has a scale a row, w_scale[n].  Every 128 products are added in fp32, times their scales, which are
+never multiplied into the codes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def linear_fp8(
     x: [..., K], e4m3, or uint8 with the codes' bits; rows at multiples of 16 bytes.
     x_scale: f32, any strides: [..., ceil(K / 128)], one for each 128 of a row, as `quantize_fp8(x,
         granularity="block128")` returns; or [..., 1], one a row.
-    w: [N, K] as x.  w_scale: f32: [ceil(N / 128), ceil(K / 128)], one for each 128 x 128 (DeepSeek-V3, Qwen3); or
-        [1, 1], one in all.
+    w: [N, K] as x.  w_scale: f32, any strides: [ceil(N / 128), ceil(K / 128)], one for each 128 x 128 (DeepSeek-V3,
+        Qwen3); [N, 1], one a row (as compressed-tensors and `torch._scaled_mm` have them); or [1, 1], one in all.
     bias: [N], f32 or of out_dtype.
     out: where to write, [..., N] of out_dtype.
 
@@ -94,9 +95,9 @@ def plan_linear_fp8(
     by_tma = stores_by_tma(y)
     tile = tile or choose_fp8_tile(rows, depth, columns, device.sm_count)
     kernel = fp8_kernel(
-        y.dtype, tile=tile, weights_early=weights_early and tile.block_m < _TILE.block_m,
-        bias=None if bias is None else bias.dtype, tma_store=by_tma,
-        pair_y=by_tma or pair_access(y, y_step, (y_stride,)),
+        y.dtype, tile=tile, column_scales=_has_row_scales(w, w_scale),
+        weights_early=weights_early and tile.block_m < _TILE.block_m, bias=None if bias is None else bias.dtype,
+        tma_store=by_tma, pair_y=by_tma or pair_access(y, y_step, (y_stride,)),
         pair_bias=bias is not None and pair_access(bias, bias.strides[0], ()),
     )  # fmt: skip
     x_map = tensor_map(x, depth, rows, x_stride, (BLOCK, tile.block_m))
@@ -150,6 +151,11 @@ def _scale_bytes(tile: HopperTile) -> int:
     return (tile.block_m + 4) * 4
 
 
+def _has_row_scales(w: Operand, w_scale: Operand) -> bool:
+    """Whether each row of w has one scale for all of K."""
+    return w_scale.shape == (w.shape[0], 1) and w.shape[0] > 1
+
+
 def _scale_strides(scale: Operand, axis: int) -> tuple[int]:
     """An axis of one scale serves all."""
     return (0 if scale.shape[axis] == 1 else scale.strides[axis],)
@@ -172,6 +178,7 @@ def fp8_kernel(
     dtype: DType,
     *,
     tile: HopperTile = _TILE,
+    column_scales: bool = False,
     weights_early: bool = False,
     bias: DType | None = None,
     tma_store: bool = True,
@@ -183,8 +190,8 @@ def fp8_kernel(
     return kernel_spec(
         "gemm/hopper/linear_fp8.cu", "linear_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kBlockM=tile.block_m, kBlockN=tile.block_n,
-        kStages=tile.stages, kSplit=tile.split, kWeightsEarly=weights_early, kTmaStore=tma_store,
-        kVectorY=2 if pair_y else 1, kVectorBias=2 if bias is not None and pair_bias else 1,
+        kStages=tile.stages, kSplit=tile.split, kWeightsEarly=weights_early, kColumnScales=column_scales,
+        kTmaStore=tma_store, kVectorY=2 if pair_y else 1, kVectorBias=2 if bias is not None and pair_bias else 1,
         kProducerRegisters=producer, kConsumerRegisters=consumer,
     )  # fmt: skip
 
@@ -209,7 +216,8 @@ def _check(problem: Problem) -> None:
             )
         if w_scale.ndim != 2:
             problem.reject(
-                f"w_scale has shape {w_scale.shape}", "w_scale of shape (1, 1) or one a block of 128 x 128"
+                f"w_scale has shape {w_scale.shape}",
+                "w_scale of shape (1, 1), one a row or one a block of 128 x 128",
             )
         return
     blocks, w_blocks = -(-x.shape[-1] // BLOCK), -(-w.shape[0] // BLOCK)
@@ -218,10 +226,11 @@ def _check(problem: Problem) -> None:
             f"x_scale has shape {x_scale.shape}, x has shape {x.shape}",
             " or ".join(dict.fromkeys(f"x_scale of shape {(*x.shape[:-1], n)}" for n in (blocks, 1))),
         )
-    if w_scale.shape not in ((w_blocks, blocks), (1, 1)):
+    scales = dict.fromkeys(((w_blocks, blocks), (w.shape[0], 1), (1, 1)))
+    if w_scale.shape not in scales:
         problem.reject(
             f"w_scale has shape {w_scale.shape}, w has shape {w.shape}",
-            " or ".join(dict.fromkeys(f"w_scale of shape {shape}" for shape in ((w_blocks, blocks), (1, 1)))),
+            " or ".join(dict.fromkeys(f"w_scale of shape {shape}" for shape in scales)),
         )
 
 
@@ -253,6 +262,8 @@ def representative_specs() -> list[KernelSpec]:
         fp8_kernel(dtypes.bf16, tile=_FEW_ROWS_TILE, weights_early=True),
         fp8_kernel(dtypes.bf16, tile=parts, weights_early=True),
         fp8_kernel(dtypes.f16, tile=parts, bias=dtypes.f16, tma_store=False, pair_y=False, pair_bias=False),
+        fp8_kernel(dtypes.bf16, tile=parts, column_scales=True),
+        fp8_kernel(dtypes.f16, bias=dtypes.f16, column_scales=True),
         fp8_kernel(dtypes.bf16),
         fp8_kernel(dtypes.f16, bias=dtypes.f32),
         fp8_kernel(dtypes.bf16, bias=dtypes.bf16, tma_store=False, pair_y=False, pair_bias=False),

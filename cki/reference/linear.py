@@ -20,10 +20,12 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 def linear_fp8(x: Array, x_scale: Array, w: Array, w_scale: Array, bias: Array | None = None) -> Result:
     """(x * x_scale) @ (w * w_scale).T + bias.  x, w: values of e4m3, or their codes as uint8; a scale for each 128
-    elements of a row of x, or one a row; for each 128 x 128 of w, or one in all."""
+    elements of a row of x, or one a row; for each 128 x 128 of w, one a row, or one in all."""
     values = [_values(codes) for codes in (x, w)]
     a = values[0] * _spread(np.asarray(x_scale), values[0].shape[-1], -1)
-    rows = _spread(np.asarray(w_scale), values[1].shape[0], 0)
+    rows = np.asarray(w_scale)
+    if rows.shape != (values[1].shape[0], 1):
+        rows = _spread(rows, values[1].shape[0], 0)
     y: Result = a @ (values[1] * _spread(rows, values[1].shape[1], 1)).T
     return y if bias is None else y + _float64(bias)
 

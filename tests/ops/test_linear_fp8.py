@@ -128,6 +128,21 @@ def test_scales_of_rows_and_of_all(hopper):
     check(hopper, x, scales((100, 1), 3), w, scales((1, 1), 4))
 
 
+# Many rows, few rows with K whole and in parts; columns that are no whole tile; scales with a step between them.
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "step"), [(130, 272, 264, 1), (3, 144, 129, 2), (64, 4096, 128, 1)]
+)
+def test_a_scale_for_each_row_of_the_weight(hopper, rows, depth, columns, step):
+    x, w = codes((rows, depth), 1), codes((columns, depth), 2)
+    spaced = scales((columns * step, 1), 4)
+    bias = normal((columns,), F32, 5)
+    for x_scale in (scales((rows, 1), 3), scales((rows, -(-depth // 128)), 3)):
+        given = [hopper.array(t) for t in (x, x_scale, w)]
+        y = hopper.numpy(cki.linear_fp8(*given, hopper.array(spaced)[::step], hopper.array(bias)))
+        truth = cki.reference.linear_fp8(x, x_scale, w, spaced[::step], bias)
+        assert_close(y, truth, truth.astype(BF16))
+
+
 def test_scales_as_quantize_fp8_stores_them_transposed(hopper):
     x, w = normal((2, 70, 256), BF16, 1), codes((128, 256), 2)
     quantised, x_scale = cki.quantize_fp8(hopper.array(x), granularity="block128", out_dtype="uint8")

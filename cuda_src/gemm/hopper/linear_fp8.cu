@@ -2,8 +2,8 @@
 //
 //   y[m, n] = sum over k of x[m, k] x_scale[m, k / 128] w[n, k] w_scale[n / 128, k / 128]
 //
-// as DeepSeek-V3's weights and activations are quantised (arXiv:2412.19437, 3.3); a scale a row, or one in all, is a
-// stride of zero. Roles, ring, order of tiles and launch are those of gemm/hopper/linear.cu, in its cooperative form.
+// as DeepSeek-V3's weights and activations are quantised (arXiv:2412.19437, 3.3); a scale a row of x, or one in all, is a
+// stride of zero. kColumnScales: w has a scale for each of its rows, w_scale[n], which the tile's sums are multiplied with. Roles, ring, order of tiles and launch are those of gemm/hopper/linear.cu, in its cooperative form.
 //
 // Sums.    A stage is 128 elements of K, which have one scale. Its four products go into accumulators of their own, and
 //          those, times both scales, are added to the tile's sums in fp32: the tensor core adds e4m3 products with 14
@@ -20,7 +20,7 @@
 // Traffic. As there, of half as many bytes; 4 bytes of scales for each 128 of x.
 //
 // Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kSplit, kWeightsEarly,
-//   kHasBias, kTmaStore, kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
+//   kColumnScales, kHasBias, kTmaStore, kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 128 x kBlockM, w_map 128 x kBlockN, y_map 64 x 16, unused without kTmaStore.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and kStageScales floats a stage.
 #include "common/stage_ring.cuh"
@@ -87,9 +87,19 @@ __device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const flo
       const int row = lane + i * 32;
       ptx::cp_async<4>(stage + row, x_scale + min(row, rows - 1) * x_scale_row + k * x_scale_k);
     }
-    if (lane == 0) ptx::cp_async<4>(stage + kBlockM, w_scale + k * w_scale_k);
+    if (!kColumnScales && lane == 0) ptx::cp_async<4>(stage + kBlockM, w_scale + k * w_scale_k);
     ptx::cp_async_mbarrier_arrive_noinc(ring.full + ring.stage);
     ring.advance();
+  }
+}
+
+// A tile's columns times their own scales: each lane loads those of its columns.
+__device__ __forceinline__ void scale_columns(float (&sum)[kGroupColumns / 2], const float* w_scale, i64 w_scale_n,
+                                              int first_column, int columns) {
+#pragma unroll
+  for (int i = 0; i < kGroupColumns / 2; ++i) {
+    const int column = first_column + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+    sum[i] *= w_scale[min(column, columns - 1) * w_scale_n];
   }
 }
 
@@ -150,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
         const int row = tile.m * kBlockM;
         copy_scales(scales, ring, x_scale + row * x_scale_row + first_k * x_scale_k,
-                    w_scale + tile.n * w_scale_n + first_k * w_scale_k, rows - row, k_tiles, x_scale_row, x_scale_k,
+                    kColumnScales ? w_scale : w_scale + tile.n * w_scale_n + first_k * w_scale_k, rows - row, k_tiles, x_scale_row, x_scale_k,
                     w_scale_k);
       }
 #pragma unroll 1
@@ -226,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const auto load_factors = [&](float(&factor)[2]) {
       const float* stage = scales + done.stage * kStageScales;
       const float* own = stage + group_row + warp * 16 + lane / 4;
-      const float of_columns = stage[kBlockM];
+      const float of_columns = kColumnScales ? 1.0f : stage[kBlockM];
       factor[0] = own[0] * of_columns;
       factor[1] = own[8] * of_columns;
     };
@@ -275,7 +285,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::cluster_sync();
       if (finishes) pushed.add_to(sum, consumer * 4 + warp, rank);
     }
-    if (finishes) gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, gemm::RowMoments<1>{});
+    if (finishes) {
+      if constexpr (kColumnScales) scale_columns(sum[0], w_scale, w_scale_n, first_column, columns);
+      gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, gemm::RowMoments<1>{});
+    }
   }
   if constexpr (kTmaStore) buffers.drain();
 }
