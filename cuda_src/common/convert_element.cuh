@@ -48,12 +48,6 @@ __device__ __forceinline__ T from_float(float x) {
   return from_float(x, ElementTag<T>{});
 }
 
-// The value that storing x as a T and loading it again gives.
-template <typename T>
-__device__ __forceinline__ float round_through(float x) {
-  return to_float(from_float<T>(x));
-}
-
 // Two elements in one 32-bit word, the first in the lower half: one instruction for two conversions.
 __device__ __forceinline__ void unpack_pair(u32 word, float& first, float& second, ElementTag<f16>) {
   ptx::f16x2_to_f32x2(word, first, second);

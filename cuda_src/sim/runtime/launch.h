@@ -10,7 +10,7 @@
 
 extern "C" {
 
-// A kernel module as cki/sim/module.py loaded it.
+// A kernel module as cki/sim/kernel.py loaded it.
 struct cki_sim_module {
   void (*entry)(void** arguments);     // unpacks the argument array of cuLaunchKernel and calls the kernel
   void* (*dynamic_address)();          // of the dynamic shared memory on the calling OS thread
