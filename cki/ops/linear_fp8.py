@@ -226,7 +226,7 @@ def _check(problem: Problem) -> None:
             f"x_scale has shape {x_scale.shape}, x has shape {x.shape}",
             " or ".join(dict.fromkeys(f"x_scale of shape {(*x.shape[:-1], n)}" for n in (blocks, 1))),
         )
-    scales = dict.fromkeys(((w_blocks, blocks), (w.shape[0], 1), (1, 1)))
+    scales = ((w_blocks, blocks), (w.shape[0], 1), (1, 1))
     if w_scale.shape not in scales:
         problem.reject(
             f"w_scale has shape {w_scale.shape}, w has shape {w.shape}",
