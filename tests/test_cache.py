@@ -18,6 +18,7 @@ import pytest
 from cki import cache, compiler, disk
 from cki.errors import CompileError
 from cki.kernel import KernelSpec, kernel_spec
+from tests.threads import in_threads
 
 ARCH = "sm_90a"
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,11 +246,7 @@ def test_many_processes_compile_once(tmp_path: Path) -> None:
 def test_many_threads_compile_once(fresh: Path, tmp_path: Path) -> None:
     spec = a_kernel(tmp_path)
     results: list[object] = []
-    threads = [threading.Thread(target=lambda: results.append(cache.get(spec, ARCH)[1])) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert in_threads(lambda: results.append(cache.get(spec, ARCH)[1]), 8) == []
     assert counts() == (1, 0, 0)
     assert len({id(result) for result in results}) == 1
 
@@ -258,20 +255,8 @@ def test_error_reaches_every_waiting_thread(fresh: Path, tmp_path: Path) -> None
     path = tmp_path / "bad.cu"
     path.write_text('extern "C" __global__ void kernel(int* x) { nonsense(); }')
     spec = kernel_spec(str(path), "kernel", "P")
-    errors: list[CompileError] = []
-
-    def ask() -> None:
-        try:
-            cache.get(spec, ARCH)
-        except CompileError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(errors) == 3
+    errors = in_threads(lambda: cache.get(spec, ARCH))
+    assert [type(error) for error in errors] == [CompileError] * 3
     assert disk.KernelDirectory(fresh).entries() == []
 
 

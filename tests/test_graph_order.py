@@ -12,6 +12,7 @@ import cki
 from cki.errors import InvalidArgumentError
 from cki.graph import Graph
 from tests.conftest import DeviceUnderTest
+from tests.threads import in_threads
 from tests.toy import affine
 
 
@@ -30,24 +31,6 @@ class SlowGraph(Graph):
 
     def _free(self) -> None:
         assert not self.running, "freed while it runs"
-
-
-def in_threads(work: object, count: int = 3) -> list[BaseException]:
-    """Run a function in several threads at once; what it raised."""
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()  # type: ignore[operator]
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
 
 
 def test_replays_of_several_threads_do_not_overlap() -> None:

@@ -23,6 +23,7 @@ from cki.errors import (
 )
 from cki.signature import Parameter, find_entry, parse_parameters
 from tests.conftest import DeviceUnderTest
+from tests.threads import in_threads
 
 SCALE = """
 #include "common/types.cuh"
@@ -377,22 +378,14 @@ def test_threads_load_one_text_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *paths: (time.sleep(0.002), replace(*paths)))
-    start, errors = threading.Barrier(8), []
+    start = threading.Barrier(8, timeout=30)
 
     def load() -> None:
         for number in range(5):
             text = f'extern "C" __global__ void k(float* x) {{ x[threadIdx.x] = {number}.0f; }}\n'
             start.wait()
-            try:
-                cki.load(text)
-            except Exception as error:
-                errors.append(error)
+            cki.load(text)
 
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    assert in_threads(load, 8) == []
     (folder,) = tmp_path.iterdir()
     assert len(list(folder.iterdir())) == 5

@@ -258,6 +258,10 @@ def plan_attention(
         rows = packed.typical_queries * pack
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or bias is not None or alibi_slopes is not None or scale <= 0
+    conversion: tuple[Step, ...] = ()
+    as_f16 = (q, k, v)
+    if descales is not None:
+        conversion, as_f16 = plan_codes_to_f16(q, k, v)
     if tiles is None:
         choice = {
             # By what is asked, or by what limits hide: a limit that hides nothing costs nothing.
@@ -271,12 +275,11 @@ def plan_attention(
             limited, any_length = choice["has_limits"], choice["any_length"]
             tiles = preferred_e4m3(q, k, v, device, has_limits=limited, any_length=any_length)
         if tiles is None and (descales is None or converts(queries, packed, deterministic)):
-            by_q, by_k, by_v = (q, k, v) if descales is None else plan_codes_to_f16(q, k, v)[1]
             if packed is None:
                 may_split = dropout is None
-                tiles = preferred(by_q, by_k, by_v, bias, mask, device=device, may_split=may_split, **choice)
+                tiles = preferred(*as_f16, bias, mask, device=device, may_split=may_split, **choice)
             else:
-                tiles = preferred_packed(by_q, by_k, by_v, packed, device=device, **choice)
+                tiles = preferred_packed(*as_f16, packed, device=device, **choice)
         if tiles is not None and dropout is not None:
             tiles = tiles_with_dropout(tiles, padded(value_dim), packed is not None)
     # The generic kernel takes descales of either sign and 0: it multiplies before it looks for the largest.
@@ -285,7 +288,7 @@ def plan_attention(
     if descales is not None and isinstance(tiles, HopperTiles) and not isinstance(tiles, E4m3Tiles):
         if packed is not None and packed.block_table is not None:
             raise UnsupportedError("attention: codes as f16", ["they lie in a cache"], "the generic kernel")
-        converted, (q, k, v) = plan_codes_to_f16(q, k, v)
+        converted, (q, k, v) = conversion, as_f16
     if tiles is None:
         plain = not scale_first and mask is None and window[0] < 0
         # Numbers are drawn in registers, of which two row tiles of heads wider than 64 leave none.

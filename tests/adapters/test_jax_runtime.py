@@ -26,6 +26,7 @@ from cki.adapters.xla_calls import XlaCall  # noqa: E402
 from cki.adapters.xla_ffi import Invocation  # noqa: E402
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError, LaunchError  # noqa: E402
 from tests.adapters.programs import run_program  # noqa: E402
+from tests.threads import in_threads  # noqa: E402
 
 pytestmark = pytest.mark.jax
 
@@ -69,19 +70,10 @@ def test_eight_threads_one_function():
     wrong: list[object] = []
 
     def work() -> None:
-        try:
-            with cki.device(
-                "sim"
-            ):  # JAX traces again where its own settings differ, as default_device does here
-                wrong.extend(1 for _ in range(30) if not np.array_equal(compiled(x, w), wanted))
-        except Exception as error:
-            wrong.append(error)
+        with cki.device("sim"):  # JAX traces again where its own settings differ, as default_device does here
+            wrong.extend(1 for _ in range(30) if not np.array_equal(compiled(x, w), wanted))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert in_threads(work, 8) == []
     assert wrong == []
 
 

@@ -13,7 +13,7 @@
 
 namespace cki::gemm {
 
-template <int kRowTiles, int kCount, int kWarps, int kBlocks = 2>
+template <int kRowTiles, int kCount, int kWarps, int kBlocks>
 struct PushedSum {
   static constexpr int kOwned = kWarps / kBlocks;  // warps that finish, of a block
   static constexpr int kPieces = kRowTiles * kCount / 4;
@@ -25,6 +25,22 @@ struct PushedSum {
   // Which block finishes a warp's part.
   static __device__ __forceinline__ int owner_of(int warp) { return warp / kOwned; }
 
+  // By all warps with a part of the tile, each with its own: the owner's sum is of all blocks. A block says that it has
+  // started by ptx::cluster_arrive_relaxed, before; nobody writes into it until then.
+  __device__ __forceinline__ void exchange(float (&sum)[kRowTiles][kCount], int warp, int rank) const {
+    ptx::cluster_wait();
+    if (owner_of(warp) != rank) push(sum, warp, rank);
+    ptx::cluster_sync();
+    if (owner_of(warp) == rank) add_to(sum, warp, rank);
+  }
+
+  // By warps that compute nothing: their share in the barriers of `exchange`.
+  static __device__ __forceinline__ void pass_by() {
+    ptx::cluster_wait();
+    ptx::cluster_sync();
+  }
+
+ private:
   // Where a lane's pieces of a warp's part lie, when they come from block `rank`.
   __device__ __forceinline__ unsigned char* pieces_of(int warp, int rank) const {
     return memory + (rank * kOwned + warp % kOwned) * kStride + static_cast<int>(threadIdx.x) % 32 * 16;

@@ -31,9 +31,9 @@
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kRowsX, kBlockN, kStages, kStagesAhead,
-//   kLeft, kConsumers, kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]), kHasBias, kHasResidual,
-//   kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual
-//   (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
+//   kLeft, kConsumers, kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]),
+//   kHasBias, kHasResidual, kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY,
+//   kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map and residual_map
 //   64 x 16, unused without kTmaStore and kTmaResidual.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh); then with kTmaResidual a barrier a warp, with kSpareWarps
@@ -113,7 +113,7 @@ using Ring = StageRing<kStages>;
 constexpr int kSpareWarpCount = 3;  // the producer's warpgroup, less its one thread's warp
 using Board = gemm::MomentsBoard<kTilesPerRound, kBlockM, kSpareWarpCount, kPingPong ? 4 : 4 * kConsumers>;
 static_assert(!kSpareWarps || kNormalisesX, "spare warps read the statistics of x");
-using Pushed = gemm::PushedSum<kRowTiles, kGroupColumns / 2, 4 * kConsumers>;
+using Pushed = gemm::PushedSum<kRowTiles, kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || (kSplit == 2 && Pushed::kFits), "each block finishes half of a tile");
 
 // The cluster's last barrier: all barriers have been arrived at. It orders no memory, which would cost half a
@@ -126,8 +126,7 @@ __device__ __forceinline__ void end_cluster() {
 // By warps that compute nothing: their share in the consumers' cluster barriers.
 __device__ __forceinline__ void leave_cluster() {
   if constexpr (kSplit > 1) {
-    ptx::cluster_wait();
-    ptx::cluster_sync();
+    Pushed::pass_by();
   } else if constexpr (kSharers > 1) {
     end_cluster();
   }
@@ -384,11 +383,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     }
     if constexpr (kSplit > 1) {
-      const Pushed pushed{smem + Layout::kOutput};
-      ptx::cluster_wait();
-      if (!finishes) pushed.push(sum, consumer * 4 + warp, rank);
-      ptx::cluster_sync();
-      if (finishes) pushed.add_to(sum, consumer * 4 + warp, rank);
+      Pushed{smem + Layout::kOutput}.exchange(sum, consumer * 4 + warp, rank);
     }
     if (finishes) gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
   }

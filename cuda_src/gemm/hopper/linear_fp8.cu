@@ -3,7 +3,8 @@
 //   y[m, n] = sum over k of x[m, k] x_scale[m, k / 128] w[n, k] w_scale[n / 128, k / 128]
 //
 // as DeepSeek-V3's weights and activations are quantised (arXiv:2412.19437, 3.3); a scale a row of x, or one in all, is a
-// stride of zero. kColumnScales: w has a scale for each of its rows, w_scale[n], which the tile's sums are multiplied with. Roles, ring, order of tiles and launch are those of gemm/hopper/linear.cu, in its cooperative form.
+// stride of zero. kColumnScales: w has a scale for each of its rows, w_scale[n], which the tile's sums are multiplied with.
+// Roles, ring, order of tiles and launch are those of gemm/hopper/linear.cu, in its cooperative form.
 //
 // Sums.    A stage is 128 elements of K, which have one scale. Its four products go into accumulators of their own, and
 //          those, times both scales, are added to the tile's sums in fp32: the tensor core adds e4m3 products with 14
@@ -118,14 +119,6 @@ __device__ __forceinline__ void start_products(float (&part)[kGroupColumns / 2],
   ring.advance();
 }
 
-// By warps that compute nothing: their share in the consumers' cluster barriers.
-__device__ __forceinline__ void leave_cluster() {
-  if constexpr (kSplit > 1) {
-    ptx::cluster_wait();
-    ptx::cluster_sync();
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                const __grid_constant__ TensorMap y_map, const float* x_scale, const float* w_scale, const Bias* bias,
@@ -160,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
         const int row = tile.m * kBlockM;
         copy_scales(scales, ring, x_scale + row * x_scale_row + first_k * x_scale_k,
-                    kColumnScales ? w_scale : w_scale + tile.n * w_scale_n + first_k * w_scale_k, rows - row, k_tiles, x_scale_row, x_scale_k,
-                    w_scale_k);
+                    kColumnScales ? w_scale : w_scale + tile.n * w_scale_n + first_k * w_scale_k, rows - row, k_tiles,
+                    x_scale_row, x_scale_k, w_scale_k);
       }
 #pragma unroll 1
       for (int i = 0; i < kStages; ++i) {  // its copies have landed when what they brought has been read
@@ -170,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     if (threadIdx.x >= 32) {
-      leave_cluster();
+      if constexpr (kSplit > 1) Pushed::pass_by();
       return;
     }
     const bool elected = ptx::elect_one();
@@ -204,8 +197,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     }
-    if constexpr (kSplit > 1) __syncwarp();
-    leave_cluster();
+    if constexpr (kSplit > 1) {
+      __syncwarp();
+      Pushed::pass_by();
+    }
     return;
   }
 
@@ -279,11 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gemm::SlabInputs<Rules, Element, Bias> inputs;
     if (finishes) inputs.load(result, first_row, first_column);
     if constexpr (kSplit > 1) {
-      const Pushed pushed{smem + Layout::kOutput};
-      ptx::cluster_wait();
-      if (!finishes) pushed.push(sum, consumer * 4 + warp, rank);
-      ptx::cluster_sync();
-      if (finishes) pushed.add_to(sum, consumer * 4 + warp, rank);
+      Pushed{smem + Layout::kOutput}.exchange(sum, consumer * 4 + warp, rank);
     }
     if (finishes) {
       if constexpr (kColumnScales) scale_columns(sum[0], w_scale, w_scale_n, first_column, columns);
