@@ -275,11 +275,12 @@ def plan_attention(
             limited, any_length = choice["has_limits"], choice["any_length"]
             tiles = preferred_e4m3(q, k, v, device, has_limits=limited, any_length=any_length)
         if tiles is None and (descales is None or converts(queries, packed, deterministic)):
+            by_q, by_k, by_v = as_f16
             if packed is None:
                 may_split = dropout is None
-                tiles = preferred(*as_f16, bias, mask, device=device, may_split=may_split, **choice)
+                tiles = preferred(by_q, by_k, by_v, bias, mask, device=device, may_split=may_split, **choice)
             else:
-                tiles = preferred_packed(*as_f16, packed, device=device, **choice)
+                tiles = preferred_packed(by_q, by_k, by_v, packed, device=device, **choice)
         if tiles is not None and dropout is not None:
             tiles = tiles_with_dropout(tiles, padded(value_dim), packed is not None)
     # The generic kernel takes descales of either sign and 0: it multiplies before it looks for the largest.
