@@ -121,14 +121,13 @@ class DecoderModel:
     weights: on that device (`DeviceWeights`); activations and cache are of their type.  cache_nbytes: of keys and
     values; None takes most of a GPU's free memory, on the simulated device room for two sequences of max_length.
     graphs: decode steps are CUDA graphs.  stream: of all steps; None makes one.  way,
-    merge_inside, kv_codes, overlaps: see `DecoderPlanner`.
+    merge_inside, kv_codes: see `DecoderPlanner`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, *, device: DeviceInfo, limits: ModelLimits,
         block_size: int = 16, cache_nbytes: int | None = None, graphs: bool = True,
         stream: int | None = None, way: Way | None = None, merge_inside: bool = True, kv_codes: bool = False,
-        overlaps: bool | None = None,
     ) -> None:  # fmt: skip
         self.config, self.dtype, self.device, self.limits = config, weights.dtype, device, limits
         self.stream = new_stream(device) if stream is None else stream
@@ -137,7 +136,7 @@ class DecoderModel:
         columns = -(-limits.max_length // block_size)
         self._planner = DecoderPlanner(
             config, self.dtype, CacheGeometry(1, block_size, columns), weights.positions, limits.max_sequences,
-            way, merge_inside, weights.fp8, kv_codes, overlaps,
+            way, merge_inside, weights.fp8, kv_codes,
         )  # fmt: skip
         self._most_tokens = max(limits.max_step_tokens, limits.max_sequences)
         self._make_buffers()
