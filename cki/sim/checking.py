@@ -45,7 +45,7 @@ class Checks:
 
     @property
     def bits(self) -> int:
-        """As the runtime takes them (cuda_src/sim/runtime/checks.h)."""
+        """As the runtime takes them (cuda_src/sim/runtime/block.h)."""
         return self.adversarial | self.hazards << 1 | self.races << 2 | self.bounds << 3
 
     @property

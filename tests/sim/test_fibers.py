@@ -13,7 +13,7 @@ from tests.sim.harness import KERNELS
 RUNTIME = runtime.source_dir() / "runtime"
 SOURCES = [
     KERNELS / "fibers.cpp",
-    *(RUNTIME / f for f in ("fiber.cpp", "switch_x86_64.S", "switch_aarch64.S")),
+    *(RUNTIME / f for f in ("fiber.cpp", "switch.S")),
 ]
 FLAGS = ["-std=c++17", "-O2", "-I", str(RUNTIME)]
 

@@ -5,10 +5,7 @@
 #include <vector>
 
 #include "barrier.h"
-#include "checks.h"
-#include "hazard.h"
 #include "pending.h"
-#include "random.h"
 #include "report.h"
 #include "shared_window.h"
 #include "thread.h"
@@ -66,6 +63,40 @@ struct Block {
   u32 thread_count() const { return static_cast<u32>(threads.size()); }
 };
 
+// What a launch is asked to look for. The bits are those of cki.sim.Checks in Python.
+struct Checks {
+  bool adversarial = false;   // asynchronous work completes late, targets and shared memory are poisoned, seeded schedules
+  bool hazards = false;       // copies and products in flight against their operands
+  bool races = false;         // happens-before on shared memory (instrumented kernels)
+  bool bounds = false;        // accesses against tensor extents and shared arrays (instrumented kernels)
+
+  static Checks from_bits(u32 bits) {
+    return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0};
+  }
+};
+
+// The seeded generator behind every choice of a launch: xorshift64, one for each group of co-resident blocks, so that a
+// seed reproduces a schedule whatever the number of OS threads.
+class Random {
+ public:
+  void seed(u64 launch_seed, u64 group_index) {
+    state_ = (launch_seed + 1) * 0x9E3779B97F4A7C15ull ^ (group_index + 1) * 0xD1B54A32D192ED03ull;
+    if (!state_) state_ = 1;
+    for (int i = 0; i < 4; ++i) next();
+  }
+  u64 next() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    return state_;
+  }
+  u32 below(u32 n) { return static_cast<u32>((next() >> 32) * n >> 32); }
+  bool one_in(u32 n) { return below(n) == 0; }
+
+ private:
+  u64 state_ = 1;
+};
+
 // Blocks that are resident together: one block, a cluster, or a whole cooperative grid. Each block has an OS thread (its
 // shared memory is that thread's thread-local storage), but only the holder of the baton runs: a schedule depends on the
 // seed alone.
@@ -90,7 +121,7 @@ struct Group {
   u32 idle_rounds = 0;                // the same since the last write that others could have polled for
   u32 progress = 0;                   // counts such writes
   u32 progress_seen = 0;
-  u64 watch_progress = 0;             // poll_watch.cpp: the launch's progress when this group began to watch the others,
+  u64 watch_progress = 0;             // deadlock.cpp: the launch's progress when this group began to watch the others,
   std::vector<u64> watch_rounds;      // and how many rounds each had polled
   u64 switches = 0;
   bool finished = false;              // every thread has exited, or the launch was abandoned

@@ -12,10 +12,10 @@
 #include "bounds.h"
 #include "convert.h"
 #include "engine.h"
-#include "global_add.h"
 #include "mbarrier.h"
 #include "race.h"
 #include "scheduler.h"
+#include "tensor_map.h"
 
 using namespace cki::sim;
 

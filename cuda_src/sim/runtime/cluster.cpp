@@ -1,6 +1,4 @@
 // barrier.cluster: arrive and wait of every thread of a cluster.
-#include "cluster.h"
-
 #include "engine.h"
 #include "race.h"
 #include "scheduler.h"

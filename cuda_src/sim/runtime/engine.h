@@ -19,8 +19,8 @@
 //      Block& block = *thread.block;
 //      jitter();                                // adversarial mode: other threads may run first
 //
-// 3. Use: shared_window.h for addresses; scheduler.h to wait and wake; pending.h for what completes late; warp.h for
-//    warp-wide rendezvous; hazard.h for copies in flight; race.h for the order of memory; report.h for findings.
+// 3. Use: shared_window.h for addresses; scheduler.h to wait and wake; pending.h for what completes late and copies in flight;
+//    warp.h for warp-wide rendezvous; race.h for the order of memory; report.h for findings.
 //
 // Only one thread of a group of co-resident blocks runs at a time and threads change only inside wait, yield, jitter,
 // yield_poll and the warp rendezvous, so state of blocks needs no lock, peers' state in a cluster included.

@@ -8,7 +8,6 @@
 #include "engine.h"
 #include "race.h"
 #include "scheduler.h"
-#include "worker_pool.h"
 
 namespace cki::sim {
 

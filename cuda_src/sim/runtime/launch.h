@@ -1,6 +1,7 @@
 // A kernel launch: what Python hands over, and the state that all its blocks share.
 #pragma once
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -38,7 +39,7 @@ void cki_sim_free(char* report);
 
 namespace cki::sim {
 
-// What a team of OS threads shows to the others about its polling; see poll_watch.cpp.
+// What a team of OS threads shows to the others about its polling; see deadlock.cpp.
 struct PollSlot {
   std::atomic<u64> rounds{0};
   std::atomic<bool> running{false};
@@ -68,5 +69,9 @@ struct Launch {
 
 // True when every group that runs has done nothing but poll for so long that none can be waiting for another's progress.
 bool nobody_progresses(Group& group);
+
+// Runs work(1) ... work(count - 1) on pool threads and work(0) on the caller; returns when all are done. May be called from
+// within such work. A child made by fork() starts with an empty pool.
+void run_on_threads(unsigned count, const std::function<void(unsigned)>& work);
 
 }  // namespace cki::sim

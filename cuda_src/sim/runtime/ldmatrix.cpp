@@ -4,7 +4,6 @@
 // 4c + r/2 in the half r%2. Lane 8i + r supplies the address of row r of matrix i.
 #include <cstring>
 
-#include "collectives.h"
 #include "engine.h"
 #include "race.h"
 #include "scheduler.h"

@@ -3,7 +3,6 @@
 // The last lane to arrive gathers the fragments of all lanes into fp32 matrices, multiplies, and scatters D. The
 // hardware adds in its own order and width, so results agree with it within a bound and not to the bit. Lane l = 4g +
 // t holds the fragments that cuda_src/ptx/mma.cuh lists.
-#include "collectives.h"
 #include "convert.h"
 #include "engine.h"
 #include "matrix_block.h"

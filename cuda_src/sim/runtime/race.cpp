@@ -8,12 +8,23 @@
 #include <cstdio>
 #include <cstring>
 
-#include "clock.h"
 #include "scheduler.h"
 
 namespace cki::sim {
 
 namespace {
+
+// Vector clocks are arrays of n times. The loops have no early end, so that they become vector instructions.
+void join(u32* into, const u32* from, u32 n) {
+  for (u32 i = 0; i < n; ++i) into[i] = std::max(into[i], from[i]);
+}
+
+// Whether any time of `a` is later than that of `b`.
+bool exceeds(const u32* a, const u32* b, u32 n) {
+  u32 later = 0;
+  for (u32 i = 0; i < n; ++i) later |= a[i] > b[i];
+  return later != 0;
+}
 
 constexpr u32 kPseudoThreads = 64;   // for asynchronous copies; two keys that share one can hide a race, never invent one
 constexpr u32 kGranule = 4;
@@ -39,6 +50,8 @@ struct Access {
   CallSite site;
   const char* what;
   u32 address;          // for the message
+
+  Epoch now() const { return {actor, known[actor]}; }
 };
 
 }  // namespace
@@ -102,18 +115,24 @@ struct RaceDetector::State {
     g.split = true;
   }
 
-  // Calls visit_cell(cell, address) for every cell of the access.
+  // Calls visit_cell(cell, access) for every cell of the current thread's access.
   template <class Visit>
-  void visit(const SharedPlace& place, u32 bytes, Visit visit_cell) {
+  void visit(const SharedPlace& place, u32 bytes, CallSite site, const char* what, Visit visit_cell) {
+    const u32 who = actor(current_thread());
+    Access access{who, clock(who), site, what, 0};
+    const auto visit_at = [&](Cell& cell, u32 offset) {
+      access.address = offset + kSharedBase;
+      visit_cell(cell, access);
+    };
     const u32 end = place.offset + bytes;
     for (u32 at = place.offset; at < end;) {
       const u32 index = at / kGranule, next = std::min(end, (index + 1) * kGranule);
       Granule& g = granule(place, index);
       if (next - at < kGranule && !g.split) split(g);
       if (!g.split) {
-        visit_cell(g.whole, at + kSharedBase);
+        visit_at(g.whole, at);
       } else {
-        for (u32 i = at; i < next; ++i) visit_cell(g.bytes[i % kGranule], i + kSharedBase);
+        for (u32 i = at; i < next; ++i) visit_at(g.bytes[i % kGranule], i);
       }
       at = next;
     }
@@ -162,11 +181,7 @@ struct RaceDetector::State {
   // Reads of one kind only are remembered, plain ones before atomic ones: an atomic write conflicts with the plain alone.
   void record_atomic_read(Cell& cell, const Access& access) {
     if (!cell.readers && cell.read.time == 0) cell.read_atomic = true;
-    if (cell.read_atomic) add_reader(cell, access, {access.actor, access.known[access.actor]});
-  }
-
-  void record_read(Cell& cell, const Access& access) {
-    record_read(cell, access, {access.actor, access.known[access.actor]});
+    if (cell.read_atomic) add_reader(cell, access, access.now());
   }
 
   void record_read(Cell& cell, const Access& access, Epoch reader) {
@@ -200,11 +215,6 @@ struct RaceDetector::State {
     cell.write = epoch;
     cell.write_site = site;
     cell.write_atomic = atomic;
-  }
-
-  Access access(CallSite site, const char* what) {
-    const u32 who = actor(current_thread());
-    return {who, clock(who), site, what, 0};
   }
 };
 
@@ -273,44 +283,34 @@ Epoch RaceDetector::begin_async(u64 key) {
 
 void RaceDetector::read(const SharedPlace& place, u32 bytes, CallSite site, const char* what) {
   State& s = *state_;
-  Access access = s.access(site, what);
-  s.visit(place, bytes, [&](Cell& cell, u32 address) {
-    access.address = address;
+  s.visit(place, bytes, site, what, [&](Cell& cell, const Access& access) {
     s.check_write(cell, access);
-    s.record_read(cell, access);
+    s.record_read(cell, access, access.now());
   });
 }
 
 void RaceDetector::write(const SharedPlace& place, u32 bytes, CallSite site, const char* what) {
   State& s = *state_;
-  Access access = s.access(site, what);
-  const Epoch epoch{access.actor, access.known[access.actor]};
-  s.visit(place, bytes, [&](Cell& cell, u32 address) {
-    access.address = address;
+  s.visit(place, bytes, site, what, [&](Cell& cell, const Access& access) {
     if (!s.check_write(cell, access)) s.check_reads(cell, access);
-    s.record_write(cell, epoch, site, false);
+    s.record_write(cell, access.now(), site, false);
   });
 }
 
 // Atomics do not race with each other, whatever they order.
 void RaceDetector::atomic(const SharedPlace& place, u32 bytes, CallSite site, const char* what, bool write) {
   State& s = *state_;
-  Access access = s.access(site, what);
-  const Epoch epoch{access.actor, access.known[access.actor]};
-  s.visit(place, bytes, [&](Cell& cell, u32 address) {
-    access.address = address;
+  s.visit(place, bytes, site, what, [&](Cell& cell, const Access& access) {
     if (!cell.write_atomic) s.check_write(cell, access);
     if (!write) return s.record_atomic_read(cell, access);
     if (!cell.read_atomic) s.check_reads(cell, access);
-    s.record_write(cell, epoch, site, true);
+    s.record_write(cell, access.now(), site, true);
   });
 }
 
 void RaceDetector::write_async(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site, const char* what) {
   State& s = *state_;
-  Access access = s.access(site, what);
-  s.visit(place, bytes, [&](Cell& cell, u32 address) {
-    access.address = address;
+  s.visit(place, bytes, site, what, [&](Cell& cell, const Access& access) {
     if (cell.write.actor != epoch.actor) s.check_write(cell, access);
     s.check_reads(cell, access);
     s.record_write(cell, epoch, site, false);
@@ -319,17 +319,15 @@ void RaceDetector::write_async(const SharedPlace& place, u32 bytes, Epoch epoch,
 
 void RaceDetector::read_async(const SharedPlace& place, u32 bytes, Epoch epoch, CallSite site, const char* what) {
   State& s = *state_;
-  Access access = s.access(site, what);
-  s.visit(place, bytes, [&](Cell& cell, u32 address) {
-    access.address = address;
+  s.visit(place, bytes, site, what, [&](Cell& cell, const Access& access) {
     const bool raced = s.check_write(cell, access);
     if (epoch.time) s.record_read(cell, access, epoch);
     if (raced) return;
     const Epoch write = cell.write;
     if (write.time == 0 || write.actor >= s.threads || s.proxy_fenced[write.actor] >= write.time) return;
     char buffer[64];
-    race_found(site, "%s shared 0x%x, written by %s without a fence.proxy.async after the write;", what, address,
-               s.describe(write.actor, buffer, sizeof buffer));
+    race_found(site, "%s shared 0x%x, written by %s without a fence.proxy.async after the write;", what,
+               access.address, s.describe(write.actor, buffer, sizeof buffer));
   });
 }
 

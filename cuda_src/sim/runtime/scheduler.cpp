@@ -1,8 +1,6 @@
 // Choosing who runs next, and changing to it, also across the OS threads of a group.
 #include "scheduler.h"
 
-#include "cluster.h"
-#include "deadlock.h"
 #include "engine.h"
 #include "launch.h"
 

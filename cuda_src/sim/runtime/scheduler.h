@@ -39,6 +39,12 @@ void prepare_block(Block& block);
 // been prepared.
 void run_block(Block& block, bool starts);
 
+// Reports a group in which no thread can run: what each thread waits for, and where (deadlock.cpp).
+void report_deadlock(Group& group);
+
+// A thread of the block has exited: a cluster barrier that waits for all others may now be complete (cluster.cpp).
+void cluster_after_exit(Block& block);
+
 // Ends the group at once; used by fatal().
 [[noreturn]] void abandon_group(Group& group);
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "collectives.h"
 #include "engine.h"
 #include "report.h"
 #include "scheduler.h"

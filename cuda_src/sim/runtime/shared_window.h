@@ -44,6 +44,10 @@ struct SharedWindow {
   }
 };
 
+// Where the byte at shared address `address` lies with rows of `span` bytes swizzled (128, 64, 32; 0: as it is): 16-byte
+// chunks are permuted by address.
+inline u32 swizzled(u32 span, u32 address) { return span ? address ^ (address >> 3 & (span - 16)) : address; }
+
 // A place in the shared memory of a block of the cluster.
 struct SharedPlace {
   Block* block;

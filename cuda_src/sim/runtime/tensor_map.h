@@ -27,6 +27,11 @@ static_assert(sizeof(TensorMapFields) <= 128);
 // CUtensorMapDataType
 enum class TensorType : u8 { U8, U16, U32, I32, U64, I64, F16, F32, F64, Bf16, F32Ftz, Tf32, Tf32Ftz };
 
+// Addition of one element to global memory, atomically: what reducing bulk copies do (memory.cpp).
+// Both pointers are aligned to the element. Types: 32- and 64-bit integers, f16, bf16, f32, f64.
+void add_to_global(TensorType type, u8* global, const u8* value);
+bool can_add(TensorType type);
+
 // A copy of the map at `map`; fatal when it is not one of this rank.
 TensorMapFields read_tensor_map(const void* map, int rank, CallSite site);
 
@@ -43,17 +48,6 @@ TileRow tile_row(const TensorMapFields& map, const i32* coordinates, u32 row, bo
 // Coordinates that the hardware refuses as an illegal instruction: an innermost one that is no multiple of 16 bytes,
 // and a negative one of a store.
 void check_coordinates(const TensorMapFields& map, const i32* coordinates, bool store, CallSite site);
-
-// Where byte `offset` of the tile lies, for a tile at shared address `tile`: the swizzle permutes 16-byte chunks by
-// address.
-inline u32 swizzled(const TensorMapFields& map, u32 address) {
-  switch (map.swizzle_bytes) {
-    case 128: return address ^ (address >> 3 & 0x70);
-    case 64: return address ^ (address >> 3 & 0x30);
-    case 32: return address ^ (address >> 3 & 0x10);
-    default: return address;
-  }
-}
 
 }  // namespace cki::sim
 

@@ -6,7 +6,6 @@
 #include "bounds.h"
 #include "bulk.h"
 #include "convert.h"
-#include "global_add.h"
 #include "scheduler.h"
 #include "tensor_map.h"
 
@@ -49,7 +48,7 @@ void load_tile(const TensorMapFields& map, const Coordinates& at, const SharedPl
     if (inside.end - inside.begin < bytes) fill_outside(map, row);
     if (inside.global) std::memcpy(row + inside.begin, inside.global, inside.end - inside.begin);
     for (u32 chunk = 0; chunk < bytes; chunk += 16) {
-      std::memcpy(window + (swizzled(map, address + chunk) - kSharedBase), row + chunk, 16);
+      std::memcpy(window + (swizzled(map.swizzle_bytes, address + chunk) - kSharedBase), row + chunk, 16);
     }
   }
 }
@@ -62,7 +61,7 @@ void store_tile(const TensorMapFields& map, const Coordinates& at, const u8* til
     const TileRow inside = tile_row(map, at.c, r, true);
     if (!inside.global) continue;
     for (u32 chunk = 0; chunk < bytes; chunk += 16) {
-      std::memcpy(row + chunk, tile + (swizzled(map, address + r * map.row_pitch() + chunk) - address), 16);
+      std::memcpy(row + chunk, tile + (swizzled(map.swizzle_bytes, address + r * map.row_pitch() + chunk) - address), 16);
     }
     if (!add) {
       std::memcpy(inside.global, row + inside.begin, inside.end - inside.begin);

@@ -1,5 +1,6 @@
 // Warp-wide operations: a rendezvous of the lanes named by a mask. The last lane to arrive computes for all.
 #pragma once
+#include "../runtime_api.h"
 #include "types.h"
 
 namespace cki::sim {
@@ -45,5 +46,20 @@ const WarpOperation* open_operation(const Thread& thread);
 
 // The thread has exited: operations that waited for its lane may now be complete.
 void warp_after_exit(Thread& thread);
+
+constexpr u32 kFullWarp = 0xffffffffu;
+
+// Numbers of the engines' warp-wide operations, so that two different ones in one rendezvous are reported. ldmatrix and
+// stmatrix add their shape (matrices and transposition, below 16) to theirs.
+enum EngineWarpOperation {
+  kLdmatrix = CKI_SIM_WARP_OPERATIONS,
+  kStmatrix = kLdmatrix + 16,
+  kMovmatrix = kStmatrix + 16,
+  kMmaF16,
+  kMmaBf16,
+  kMmaTf32,
+  kMmaE4m3,
+  kSetmaxnreg,
+};
 
 }  // namespace cki::sim

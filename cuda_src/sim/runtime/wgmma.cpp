@@ -15,8 +15,7 @@
 #include "engine.h"
 #include "race.h"
 #include "scheduler.h"
-#include "wgmma_accumulators.h"
-#include "wgmma_operand.h"
+#include "wgmma.h"
 
 using namespace cki::sim;
 

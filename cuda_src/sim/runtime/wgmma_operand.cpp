@@ -1,5 +1,5 @@
 // Conversion of wgmma's operands to fp32 and the matrix product.
-#include "wgmma_operand.h"
+#include "wgmma.h"
 
 #include <array>
 #include <cstring>
@@ -23,25 +23,18 @@ const std::array<float, 256>& e4m3_table() {
   return table;
 }
 
-struct F16 {
+template <float (*to_f32)(u16)>
+struct SixteenBits {
   static constexpr u32 kK = 16, kPerRegister = 2, kPerChunk = 8;
   static void convert(const u8* chunk, float* out) {
     u16 bits[kPerChunk];
     std::memcpy(bits, chunk, kChunkBytes);
-    for (u32 i = 0; i < kPerChunk; ++i) out[i] = f16_bits_to_f32(bits[i]);
+    for (u32 i = 0; i < kPerChunk; ++i) out[i] = to_f32(bits[i]);
   }
-  static float element(u32 bits, u32 i) { return f16_bits_to_f32(static_cast<u16>(bits >> 16 * i)); }
+  static float element(u32 bits, u32 i) { return to_f32(static_cast<u16>(bits >> 16 * i)); }
 };
-
-struct Bf16 {
-  static constexpr u32 kK = 16, kPerRegister = 2, kPerChunk = 8;
-  static void convert(const u8* chunk, float* out) {
-    u16 bits[kPerChunk];
-    std::memcpy(bits, chunk, kChunkBytes);
-    for (u32 i = 0; i < kPerChunk; ++i) out[i] = bf16_bits_to_f32(bits[i]);
-  }
-  static float element(u32 bits, u32 i) { return bf16_bits_to_f32(static_cast<u16>(bits >> 16 * i)); }
-};
+using F16 = SixteenBits<f16_bits_to_f32>;
+using Bf16 = SixteenBits<bf16_bits_to_f32>;
 
 struct E4m3 {
   static constexpr u32 kK = 32, kPerRegister = 4, kPerChunk = 16;
@@ -120,41 +113,39 @@ void registers_of(const u32 (*registers)[4], float* out) {
   }
 }
 
+// Calls use(F16{}) or the like.
+template <class Use>
+void with_type(WgmmaType type, Use use) {
+  switch (type) {
+    case WgmmaType::F16: return use(F16{});
+    case WgmmaType::Bf16: return use(Bf16{});
+    case WgmmaType::E4m3: return use(E4m3{});
+    case WgmmaType::Tf32: return use(Tf32{});
+  }
+}
+
 }  // namespace
 
 void read_operand_a(Block& block, const MatrixDescriptor& d, WgmmaType type, bool mn_major, u32 rows, float* out,
                     CallSite site) {
-  const ChunkReader read{block, site};
-  if (type == WgmmaType::E4m3) return read_straight<E4m3>(d, false, rows, 32, out, read);
-  if (type == WgmmaType::Tf32) return read_straight<Tf32>(d, false, rows, 8, out, read);
-  if (type == WgmmaType::F16) {
-    return mn_major ? read_transposed<F16>(d, true, rows, 16, out, read)
-                    : read_straight<F16>(d, false, rows, 16, out, read);
-  }
-  return mn_major ? read_transposed<Bf16>(d, true, rows, 16, out, read)
-                  : read_straight<Bf16>(d, false, rows, 16, out, read);
+  with_type(type, [&](auto element) {
+    using Type = decltype(element);
+    const auto read = mn_major ? read_transposed<Type> : read_straight<Type>;
+    read(d, mn_major, rows, Type::kK, out, {block, site});
+  });
 }
 
 void read_operand_b(Block& block, const MatrixDescriptor& d, WgmmaType type, bool mn_major, u32 rows, float* out,
                     CallSite site) {
-  const ChunkReader read{block, site};
-  if (type == WgmmaType::E4m3) return read_transposed<E4m3>(d, false, rows, rows, out, read);
-  if (type == WgmmaType::Tf32) return read_transposed<Tf32>(d, false, rows, rows, out, read);
-  if (type == WgmmaType::F16) {
-    return mn_major ? read_straight<F16>(d, true, rows, rows, out, read)
-                    : read_transposed<F16>(d, false, rows, rows, out, read);
-  }
-  return mn_major ? read_straight<Bf16>(d, true, rows, rows, out, read)
-                  : read_transposed<Bf16>(d, false, rows, rows, out, read);
+  with_type(type, [&](auto element) {
+    using Type = decltype(element);
+    const auto read = mn_major ? read_straight<Type> : read_transposed<Type>;
+    read(d, mn_major, rows, rows, out, {block, site});
+  });
 }
 
 void read_register_a(const u32 (*registers)[4], WgmmaType type, float* out) {
-  switch (type) {
-    case WgmmaType::F16: return registers_of<F16>(registers, out);
-    case WgmmaType::Bf16: return registers_of<Bf16>(registers, out);
-    case WgmmaType::E4m3: return registers_of<E4m3>(registers, out);
-    case WgmmaType::Tf32: return registers_of<Tf32>(registers, out);
-  }
+  with_type(type, [&](auto element) { registers_of<decltype(element)>(registers, out); });
 }
 
 void multiply_accumulate(const float* a, const float* b, float* d, u32 n, u32 k) {

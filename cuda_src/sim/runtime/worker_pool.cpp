@@ -1,5 +1,5 @@
-// A worker sleeps on a semaphore of its own until it is handed a task.
-#include "worker_pool.h"
+// OS threads that stay alive between launches: a thread's shared-memory window and the pages of its stacks are kept warm, and
+// a launch does not pay for creating threads. A worker sleeps on a semaphore of its own until it is handed a task.
 
 #include <cfenv>
 #include <memory>
@@ -8,6 +8,8 @@
 #include <semaphore.h>
 #include <thread>
 #include <vector>
+
+#include "launch.h"
 
 namespace cki::sim {
 

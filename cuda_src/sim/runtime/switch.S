@@ -1,11 +1,32 @@
-// cki_sim_switch(void** save, void* load) for AArch64 (AAPCS64): saves x19-x30 and the low halves of v8-v15, stores the stack
-// pointer in *save, takes `load` as the new one and restores. A new fiber starts where its saved x30 points.
-#if defined(__aarch64__)
+// cki_sim_switch(void** save, void* load): saves the callee's registers, stores the stack pointer in *save, takes `load` as the
+// new one and restores. A new fiber's stack is prepared to look like a saved one (fiber.cpp).
+#if defined(__x86_64__) || defined(__aarch64__)
         .text
         .globl  cki_sim_switch
         .hidden cki_sim_switch
         .type   cki_sim_switch, %function
         .balign 16
+#endif
+#if defined(__x86_64__)
+// System V ABI: six registers.
+cki_sim_switch:
+        pushq   %rbp
+        pushq   %rbx
+        pushq   %r12
+        pushq   %r13
+        pushq   %r14
+        pushq   %r15
+        movq    %rsp, (%rdi)
+        movq    %rsi, %rsp
+        popq    %r15
+        popq    %r14
+        popq    %r13
+        popq    %r12
+        popq    %rbx
+        popq    %rbp
+        ret
+#elif defined(__aarch64__)
+// AAPCS64: x19-x30 and the low halves of v8-v15. A new fiber starts where its saved x30 points.
 cki_sim_switch:
         sub     sp, sp, #160
         stp     x19, x20, [sp, #0]
@@ -33,6 +54,8 @@ cki_sim_switch:
         ldp     d14, d15, [sp, #144]
         add     sp, sp, #160
         ret
+#endif
+#if defined(__x86_64__) || defined(__aarch64__)
         .size   cki_sim_switch, .-cki_sim_switch
         .section .note.GNU-stack, "", %progbits
 #endif
