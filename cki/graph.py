@@ -255,7 +255,7 @@ def _capture_torch(
     device = tensor.device if tensor is not None else torch.device("cuda", torch.cuda.current_device())
     with torch.cuda.device(device):
         here = torch.cuda.current_stream()
-        side = torch.cuda.Stream() if shared is None else shared.recorded_on
+        side = _torch_side_stream(device) if shared is None else shared.recorded_on
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(warmup):
@@ -278,6 +278,21 @@ def _capture_torch(
         graph.pool, graph.recorded_on = torch_graph.pool(), side
     graph._kept = [args, kwargs, *recording.kept]
     return graph
+
+
+#: Of one thread: two may record at once, each on its own.
+_side_streams = threading.local()
+
+
+def _torch_side_stream(device: Any) -> Any:
+    """Where this thread records on a device, always the same: torch keeps cuBLAS's workspace, 32 MB on Hopper, for
+    every stream that a product ran on."""
+    import torch
+
+    streams = _side_streams.__dict__
+    if device.index not in streams:
+        streams[device.index] = torch.cuda.Stream(device)
+    return streams[device.index]
 
 
 def _revive_generator(generator: Any, state: Any, device: Any) -> None:
