@@ -1,4 +1,4 @@
-// The C and C++ library's headers that the runtime's files include, for the precompiled header (cki/sim/precompiled.py).
+// The C and C++ library's headers that the runtime's files include, for the precompiled header (cki/sim/headers.py).
 // Each file still names those that it needs.
 #pragma once
 #include <algorithm>
