@@ -5,7 +5,7 @@
 
 16384 tokens of width 2048, full and causal.  torch's `math` (TF32 off) writes the matrix of logits; flash and cuDNN
 refuse fp32.  Each result is compared with float64 on some rows: `error` is the largest difference over the largest
-value.  Ours must keep the tests' bound.  All are replayed in turn; `over_cki` is a time over ours.
+value.  Ours must keep the tests' bound.  All but `math` are replayed in turn; `over_cki` is a time over ours.
 
 The last row is a product of fp32 matrices by `cki.linear`, 3xTF32 by wgmma: the rate at which tensor cores compute
 in fp32's accuracy where operands lie as tf32 wgmma wants them.  Writes results/attention_fp32.csv.
@@ -70,6 +70,8 @@ def error_of(shape: Shape, run: Callable[..., Any], inputs: Sequence[Any]) -> fl
 
 def measure(shape: Shape, ours: Mapping[str, Callable[..., Any]], rounds: int) -> list[dict[str, object]]:
     """Rows of one shape.  ours: implementations held to the tests' bound, "cki" first."""
+    import torch
+
     inputs = common.rotated(lambda seed: attention.make_inputs(shape, seed), shape.nbytes, limit=2)
     variants = dict(ours)
     for name, run in ours.items():
@@ -77,7 +79,10 @@ def measure(shape: Shape, ours: Mapping[str, Callable[..., Any]], rounds: int) -
     for backend in BACKENDS:
         variants[f"torch {backend}"] = torch_call(shape, backend)
     errors = {name: error_of(shape, run, inputs[0]) for name, run in variants.items()}
+    math = variants.pop("torch math")  # by itself, in one graph: two would hold 100 GB of logits
     times = common.graph_times_in_turn(variants, inputs, rounds=rounds)
+    torch.cuda.empty_cache()
+    times["torch math"] = common.graph_time(math, inputs[:1], framework="torch", calls=1, replays=rounds)
     return [
         common.row(
             "attention", str(shape), "f32", name, timing, nbytes=shape.nbytes, flops=shape.flops,
