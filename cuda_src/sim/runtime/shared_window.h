@@ -4,7 +4,7 @@
 // is the block itself, so a shared::cta address is also a valid shared::cluster address, as in PTX.
 //
 // An access must lie in one static array, or in the dynamic bytes of the launch. Instrumented kernels have a gap behind each
-// static array (cki/sim/red_zones.py), so that an overflow through a pointer does not meet the next one.
+// static array (cki/sim/elf.py), so that an overflow through a pointer does not meet the next one.
 #pragma once
 #include "types.h"
 
