@@ -12,20 +12,21 @@ Pointer = ctypes.c_void_p
 Size = ctypes.c_size_t
 
 
-class Version(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", Size),
-        ("extension", Pointer),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    ]
+class Extensible(ctypes.Structure):
+    """What most of them begin with."""
+
+    _fields_ = [("struct_size", Size), ("extension", Pointer)]
 
 
-class Api(ctypes.Structure):
+class Version(Extensible):
+    _fields_ = [("major", ctypes.c_int), ("minor", ctypes.c_int)]
+
+
+class Api(Extensible):
     """Function table.  Later versions only append to it."""
 
     _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("version", Version), ("internal", Pointer),
+        ("version", Version), ("internal", Pointer),
         *((name, Pointer) for name in (
             "error_create", "error_get_message", "error_destroy", "handler_register", "stream_get", "type_register",
             "context_get", "state_set", "state_get", "memory_allocate", "memory_free", "pool_schedule",
@@ -39,32 +40,28 @@ class ByteSpan(ctypes.Structure):
     _fields_ = [("data", Pointer), ("length", Size)]
 
 
-class Buffer(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("dtype", ctypes.c_int), ("data", Pointer),
-        ("rank", ctypes.c_int64), ("dims", Pointer),
-    ]  # fmt: skip
+class Buffer(Extensible):
+    _fields_ = [("dtype", ctypes.c_int), ("data", Pointer), ("rank", ctypes.c_int64), ("dims", Pointer)]
 
 
-class Buffers(ctypes.Structure):
+class Buffers(Extensible):
     """Arguments, or results: pointers to `size` buffers."""
 
     _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("size", ctypes.c_int64), ("types", Pointer),
-        ("buffers", ctypes.POINTER(ctypes.POINTER(Buffer))),
+        ("size", ctypes.c_int64), ("types", Pointer), ("buffers", ctypes.POINTER(ctypes.POINTER(Buffer))),
     ]  # fmt: skip
 
 
-class Attributes(ctypes.Structure):
+class Attributes(Extensible):
     _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("size", ctypes.c_int64),
-        ("types", ctypes.POINTER(ctypes.c_int)), ("names", Pointer), ("values", ctypes.POINTER(Pointer)),
+        ("size", ctypes.c_int64), ("types", ctypes.POINTER(ctypes.c_int)), ("names", Pointer),
+        ("values", ctypes.POINTER(Pointer)),
     ]  # fmt: skip
 
 
-class CallFrame(ctypes.Structure):
+class CallFrame(Extensible):
     _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("api", ctypes.POINTER(Api)), ("context", Pointer),
+        ("api", ctypes.POINTER(Api)), ("context", Pointer),
         ("stage", ctypes.c_int), ("arguments", Buffers), ("results", Buffers), ("attributes", Attributes),
     ]  # fmt: skip
 
@@ -81,53 +78,45 @@ class MetadataExtension(ctypes.Structure):
     _fields_ = [("base", ExtensionBase), ("metadata", ctypes.POINTER(Metadata))]
 
 
-class StreamArguments(ctypes.Structure):
-    _fields_ = [("struct_size", Size), ("extension", Pointer), ("context", Pointer), ("stream", Pointer)]
+class StreamArguments(Extensible):
+    _fields_ = [("context", Pointer), ("stream", Pointer)]
 
 
-class OrdinalArguments(ctypes.Structure):
+class OrdinalArguments(Extensible):
     _fields_ = [
-        ("struct_size", Size),
-        ("extension", Pointer),
         ("context", Pointer),
         ("ordinal", ctypes.c_int32),
     ]
 
 
-class AllocateArguments(ctypes.Structure):
+class AllocateArguments(Extensible):
     _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("context", Pointer), ("size", Size), ("alignment", Size),
+        ("context", Pointer), ("size", Size), ("alignment", Size),
         ("data", Pointer),
     ]  # fmt: skip
 
 
-class FreeArguments(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("context", Pointer), ("size", Size), ("data", Pointer),
-    ]  # fmt: skip
+class FreeArguments(Extensible):
+    _fields_ = [("context", Pointer), ("size", Size), ("data", Pointer)]
 
 
-class ErrorArguments(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("message", ctypes.c_char_p), ("code", ctypes.c_int),
-    ]  # fmt: skip
+class ErrorArguments(Extensible):
+    _fields_ = [("message", ctypes.c_char_p), ("code", ctypes.c_int)]
 
 
-class DestroyArguments(ctypes.Structure):
-    _fields_ = [("struct_size", Size), ("extension", Pointer), ("error", Pointer)]
+class DestroyArguments(Extensible):
+    _fields_ = [("error", Pointer)]
 
 
-class MessageArguments(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("error", Pointer), ("message", ctypes.c_char_p),
-    ]  # fmt: skip
+class MessageArguments(Extensible):
+    _fields_ = [("error", Pointer), ("message", ctypes.c_char_p)]
 
 
-class RegisterArguments(ctypes.Structure):
+class RegisterArguments(Extensible):
     """Only the last of the four stages is ours."""
 
     _fields_ = [
-        ("struct_size", Size), ("extension", Pointer), ("name", ByteSpan), ("platform", ByteSpan),
+        ("name", ByteSpan), ("platform", ByteSpan),
         ("instantiate", Pointer), ("prepare", Pointer), ("initialize", Pointer), ("execute", Pointer),
         ("traits", ctypes.c_uint32),
     ]  # fmt: skip

@@ -8,20 +8,20 @@ from importlib import import_module
 
 from cki.errors import CkiError
 
-#: Command -> (module with `main(argv) -> int`, what it does).
+#: Command -> (module and function of `(argv) -> int`, what it does).
 COMMANDS = {
-    "show-config": ("cki.cli.show_config", "settings, device, driver, compilers, support table"),
-    "list-kernels": ("cki.cli.list_kernels", "all kernels, or those of a family"),
+    "show-config": ("cki.cli.listings:show_config", "settings, device, driver, compilers, support table"),
+    "list-kernels": ("cki.cli.listings:list_kernels", "all kernels, or those of a family"),
     "compile": (
-        "cki.cli.compile_kernels",
+        "cki.cli.compile_kernels:main",
         "compile all kernels into the cache, or with --out into a prebuilt directory",
     ),
-    "cache": ("cki.cli.kernel_cache", "`info` or `clear`: compiled kernels on disk"),
-    "dump": ("cki.cli.dump", "a kernel's source, PTX, SASS, or registers and spills"),
-    "sanitize": ("cki.cli.sanitize", "run a kernel on the simulated device with every check"),
-    "selftest": ("cki.cli.selftest", "run the main operations against their reference"),
-    "demo": ("cki.demo", "embed sentences with a real encoder"),
-    "generate": ("cki.cli.generate", "continue a text with a language model"),
+    "cache": ("cki.cli.listings:cache", "`info` or `clear`: compiled kernels on disk"),
+    "dump": ("cki.cli.dump:main", "a kernel's source, PTX, SASS, or registers and spills"),
+    "sanitize": ("cki.cli.sanitize:main", "run a kernel on the simulated device with every check"),
+    "selftest": ("cki.cli.selftest:main", "run the main operations against their reference"),
+    "demo": ("cki.demo:main", "embed sentences with a real encoder"),
+    "generate": ("cki.cli.generate:main", "continue a text with a language model"),
 }
 
 
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"there is no command {command!r}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
-        return int(import_module(COMMANDS[command][0]).main(arguments[1:]) or 0)
+        module, _, function = COMMANDS[command][0].partition(":")
+        return int(getattr(import_module(module), function)(arguments[1:]) or 0)
     except CkiError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -26,7 +26,7 @@ from typing import Any
 
 from cki import capture_state
 from cki.adapter import adapter_of, stream_handle
-from cki.capture_errors import explained
+from cki.capture_state import explained
 from cki.device import current
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 

@@ -7,12 +7,15 @@ the numbers' ranges.  Addresses and numbers may change from call to call.
 
 `signature` finds the kind's key by asking each tensor.  `reader` generates a function for one kind, straight-line
 comparisons that cost a tenth of it (`cki.ops.match` does the tensors).
+
+`checked_constants`: what a caller may put in front of a kernel of their own.
 """
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +23,9 @@ import numpy as np
 
 from cki.adapter import BY_TYPE, Adapter, type_name
 from cki.arguments import LETTER_MEANING, NUMBERS
-from cki.errors import InvalidArgumentError
+from cki.dtypes import LARGEST_F32, DType
+from cki.errors import InvalidArgumentError, InvalidTypeError
+from cki.kernel import ConstantValue
 from cki.operand import Operand
 from cki.ops.match import matcher
 from cki.ops.spec import Problem
@@ -183,3 +188,47 @@ def reader(adapter: Adapter, parameters: Sequence[Parameter], args: Sequence[Any
     exec(compile("\n".join(lines), "<arguments as before>", "exec"), names)
     found: Any = names["read"]
     return found  # type: ignore[no-any-return]
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def checked_constants(constants: Any) -> dict[str, ConstantValue]:
+    """The constants in plain Python types: NumPy's numbers are as good as Python's.
+
+    Raises InvalidTypeError or InvalidArgumentError that names every one that cannot be written in a source.
+    """
+    if constants is None:
+        return {}
+    if not isinstance(constants, Mapping):
+        raise InvalidTypeError(
+            f"constants is {type(constants).__name__}, not a mapping", hint='constants={"kBlock": 256}'
+        )
+    problems, values = [], {}
+    for name, value in constants.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            problems.append(f"{name!r} is no C++ identifier")
+            continue
+        plain = _plain(value)
+        if plain is None:
+            problems.append(f"{name} is {value!r} of type {type(value).__name__}")
+        else:
+            values[name] = plain
+    if problems:
+        raise InvalidArgumentError(
+            "constants that cannot stand in front of a kernel", problems,
+            "bool, int of 64 bits, finite float of fp32, or a cki.dtypes type, by name",
+        )  # fmt: skip
+    return values
+
+
+def _plain(value: object) -> ConstantValue | None:
+    if isinstance(value, DType):
+        return value
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (int, np.integer)):
+        return int(value) if -(2**63) <= value < 2**63 else None
+    if isinstance(value, (float, np.floating)):
+        return float(value) if abs(float(value)) <= LARGEST_F32 else None
+    return None

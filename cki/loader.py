@@ -22,13 +22,20 @@ import numpy as np
 from cki import capture_state, source
 from cki.adapter import Adapter, adapter_of, common_adapter, common_device, stream_handle, type_name
 from cki.arguments import LETTER_MEANING
-from cki.constants import checked_constants
 from cki.device import DeviceInfo, _current, cuda_device, current
 from cki.dtypes import u64
 from cki.errors import DeviceError, InvalidArgumentError, InvalidTypeError
 from cki.kernel import ARCHITECTURES, ConstantValue, KernelSpec
 from cki.launch import Executable, check_geometry, prepare
-from cki.load_arguments import Reader, check_pointer, map_argument, number_word, reader, signature
+from cki.load_arguments import (
+    Reader,
+    check_pointer,
+    checked_constants,
+    map_argument,
+    number_word,
+    reader,
+    signature,
+)
 from cki.load_arguments import TensorMap as TensorMap
 from cki.operand import Operand
 from cki.ops.overlap import byte_range

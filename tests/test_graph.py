@@ -10,7 +10,7 @@ import pytest
 
 import cki
 from cki import capture_state
-from cki.capture_errors import explained
+from cki.capture_state import explained
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from tests.conftest import DeviceUnderTest
 from tests.toy import affine

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -14,9 +17,9 @@ import numpy as np
 import cki
 from cki import reference
 from cki.demo import minilm, report
-from cki.demo.launches import LaunchCounter
 from cki.demo.minilm import Array, MiniLM, Tokens
 from cki.demo.place import Place, choose
+from cki.log import logger
 
 _NUMPY_DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -128,3 +131,49 @@ def embed_reference(model: MiniLM, tokens: Tokens) -> Array:
     with cki.device("sim"):
         encoder = cki.Encoder.from_weights(model.weights, model.config)
     return reference.encoder_embed(encoder.weights, encoder.config, tokens.ids, tokens.mask)
+
+
+_LINE = re.compile(r"(compiled|launch) ([\w/.]+)")
+
+
+class LaunchCounter(logging.Handler):
+    """While it is active, `count` is the number of launches so far.
+
+    on_launch, on_compiled: told the name of a kernel before it is launched, of a source when it was compiled.
+    """
+
+    def __init__(
+        self,
+        on_launch: Callable[[str], object] | None = None,
+        on_compiled: Callable[[str], object] | None = None,
+    ) -> None:
+        super().__init__(logging.INFO)
+        self.count = 0
+        self._told = {"launch": on_launch, "compiled": on_compiled}
+
+    def __enter__(self) -> LaunchCounter:
+        self._level, self._propagate = logger.level, logger.propagate
+        if logger.getEffectiveLevel() > logging.INFO:
+            # The lines are for this handler alone, unless the user asked for them.
+            logger.propagate = False
+            logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        logger.removeHandler(self)
+        logger.setLevel(self._level)
+        logger.propagate = self._propagate
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by the logger for each line."""
+        line = _LINE.match(record.getMessage())
+        if line is None:
+            return
+        what, name = line.groups()
+        self.count += what == "launch"
+        tell = self._told[what]
+        if tell is not None:
+            tell(name)

@@ -19,9 +19,8 @@ from cki import dtypes
 from cki.adapter import adapter_of
 from cki.encoder.config import EncoderConfig
 from cki.encoder.forward import Forward
-from cki.encoder.gradient import refuse_recording
 from cki.encoder.prepare import fuse_post_norms, prepare_layer
-from cki.encoder.weights import EncoderWeights, read_weights
+from cki.encoder.weights import EncoderWeights, read_weights, refuse_recording
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.operand import dense
 from cki.ops.embedding import validate_ids

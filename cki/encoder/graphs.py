@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cki import dtypes, graph
 from cki.adapter import adapter_of, type_name
 from cki.dtypes import DType
-from cki.encoder.gradient import refuse_recording
+from cki.encoder.weights import refuse_recording
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -1,4 +1,9 @@
-"""Reads an encoder's weights from a state dict, without a copy, and says everything that is wrong with them at once."""
+"""Reads an encoder's weights from a state dict, without a copy, and says everything that is wrong with them at once.
+
+Weights that are being trained are refused while gradients are recorded, for the result would have none.  A state dict
+of torch's is detached, and so is what the encoder reads; this is about parameters and variables given as they are.
+They are asked at each call, since the caller may freeze or train them at any time.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,9 @@ from cki import dtypes
 from cki.adapter import adapter_of
 from cki.dtypes import DType
 from cki.encoder.config import EncoderConfig, Settings
-from cki.encoder.gradient import is_trainable
 from cki.encoder.names import NamedWeights, find_names, layout_of
 from cki.encoder.prepare import convert
-from cki.errors import CkiError, InvalidTypeError
+from cki.errors import CkiError, InvalidTypeError, UnsupportedError
 from cki.ops.encoder_model import LAYER_VECTORS
 from cki.problems import Problems
 from cki.tensor import TensorView
@@ -166,3 +170,28 @@ def _compare(
             problems.note(f"{name} is {view.dtype}, {words_name} is {words.dtype}", conversion)
         if view.device != words.device:
             problems.note(f"{name} is on {view.device}, {words_name} is on {words.device}", "one device")
+
+
+def is_trainable(framework: str, tensor: Any) -> bool:
+    """Whether a gradient may be asked of this weight."""
+    if framework == "torch":
+        return bool(tensor.requires_grad)
+    return framework == "tensorflow" and bool(getattr(tensor, "trainable", False))
+
+
+def refuse_recording(trainable: Sequence[Any]) -> None:
+    """UnsupportedError where a call on these weights, all of one framework, would silently cut a gradient off."""
+    if hasattr(trainable[0], "requires_grad"):
+        import torch
+
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trainable)
+        who, hint = "autograd", "torch.inference_mode() or torch.no_grad(), or weights of model.state_dict()"
+    else:
+        from cki.adapters.gradient_tensorflow import is_recorded
+
+        recorded = is_recorded(trainable)
+        who, hint = "a tf.GradientTape", "tape.stop_recording(), or variables that are not trainable"
+    if recorded:
+        raise UnsupportedError(
+            f"encoder has no gradient, but {who} records what its weights go into", hint=hint
+        )

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cki.errors import InvalidArgumentError, OutOfBlocksError
-from cki.memory import checks
-from cki.memory.checks import is_integer, is_size, listed, require_sizes, token_counts, token_ids
+from cki.memory import arguments
+from cki.memory.arguments import is_integer, is_size, listed, require_sizes, token_counts, token_ids
 from cki.memory.content import Salt, StoredBlocks, first_digest, prefix_digests
 
 #: Several sequences, or one.
@@ -51,7 +51,7 @@ class BlockAllocator:
         columns = num_blocks if max_blocks_per_sequence is None else max_blocks_per_sequence
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_sequences": max_sequences}
         require_sizes("BlockAllocator", {**sizes, "max_blocks_per_sequence": columns})
-        if problems := checks.table_problems(max_sequences, columns):
+        if problems := arguments.table_problems(max_sequences, columns):
             raise InvalidArgumentError("BlockAllocator", problems, "a smaller max_blocks_per_sequence")
         self.num_blocks, self.block_size = int(num_blocks), int(block_size)
         self.table = np.zeros((max_sequences, columns), np.int32)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from cki.errors import InvalidTypeError
-from cki.memory.checks import is_integer
+from cki.memory.arguments import is_integer
 
 #: A tenant's name, the id of an adapter, a hash of an image, several of them; None is a salt like any other.
 Salt: TypeAlias = "str | bytes | int | Sequence[Salt] | None"

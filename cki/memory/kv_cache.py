@@ -30,8 +30,8 @@ from cki.adapter import stream_handle
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError
 from cki.memory import arguments
+from cki.memory.arguments import is_integer, is_size, listed, token_counts
 from cki.memory.blocks import BlockAllocator, Sequences
-from cki.memory.checks import is_integer, is_size, listed, token_counts
 from cki.memory.content import Salt
 from cki.memory.layout import CacheShape
 from cki.memory.step_tables import StepTables

@@ -10,6 +10,7 @@ from cki.ops.spec import Problem
 
 MAX_HEAD_DIM = 256
 FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
+INDICES = (dtypes.i32, dtypes.i64)
 #: Between them products with logits and log2(e), and the scale's reciprocal, are numbers of fp32.
 _SCALES = (1e-30, 1e30)
 _LARGEST_SOFTCAP = 1e38
@@ -78,6 +79,26 @@ def check_per_head(problem: Problem, name: str) -> None:
         problem.reject(f"{name} has shape {tensor.shape}, q has {heads} heads", f"{name} of shape ({heads},)")
 
 
+def check_shape(problem: Problem, name: str, shape: tuple[int, ...]) -> None:
+    """One tensor of offsets, lengths or blocks."""
+    found = problem[name].shape
+    if found != shape:
+        problem.reject(f"{name} has shape {found}", f"{name} of shape {shape}")
+
+
+def check_window(problem: Problem) -> bool:
+    """window: two integers; whether it is that."""
+    window = problem.attribute("window")
+    right = len(window) == 2 and all(
+        isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window
+    )
+    if not right:
+        problem.reject(
+            f"window is {window!r}", "window a pair (left, right) of integers, each at least -1 (no limit)"
+        )
+    return right
+
+
 def check_scale(problem: Problem) -> None:
     """scale: 0, or far from the ends of fp32."""
     scale, (least, most) = problem.attribute("scale"), _SCALES
@@ -99,15 +120,10 @@ def check_attributes(problem: Problem) -> None:
     """causal_alignment, window and softcap, and what else needs no shapes."""
     problem.require_dtypes((dtypes.f32,), "f32", "sinks", "alibi_slopes")
     check_dropout(problem)
-    alignment, window = problem.attribute("causal_alignment"), problem.attribute("window")
+    alignment = problem.attribute("causal_alignment")
     if alignment not in _ALIGNMENTS:
         problem.reject(f"causal_alignment is {alignment!r}", 'causal_alignment "bottom_right" or "top_left"')
-    if len(window) != 2 or not all(
-        isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window
-    ):
-        problem.reject(
-            f"window is {window!r}", "window a pair (left, right) of integers, each at least -1 (no limit)"
-        )
+    check_window(problem)
     check_scale(problem)
     check_softcap(problem)
 

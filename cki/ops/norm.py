@@ -18,11 +18,10 @@ from cki import dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.heuristics.norm import MAX_WIDTH, RowConfig, RowShape, candidates, choose, vector_size
-from cki.heuristics.rows import row_batches
+from cki.heuristics.rows import last_stride, row_arguments, row_batches
 from cki.kernel import ConstantValue, KernelSpec
 from cki.operand import Operand
 from cki.ops.call import call
-from cki.ops.row_arguments import last_stride, row_arguments
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import ArgumentValue, NullPointer, Plan, Step
 

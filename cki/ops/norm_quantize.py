@@ -16,7 +16,7 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.norm import RowConfig, RowShape, candidates, vector_size
-from cki.heuristics.rows import row_batches
+from cki.heuristics.rows import is_stepped, last_stride, row_arguments, row_batches
 from cki.kernel import ConstantValue, KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.call import call
@@ -29,7 +29,6 @@ from cki.ops.pointwise_quantize import (
     require_e4m3,
 )  # fmt: skip
 from cki.ops.pointwise_rules import FLOATS
-from cki.ops.row_arguments import is_stepped, last_stride, row_arguments
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import NullPointer, Plan, Step
 

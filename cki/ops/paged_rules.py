@@ -9,15 +9,21 @@ import numpy as np
 from cki import dtypes
 from cki.errors import InvalidArgumentError
 from cki.operand import Operand
-from cki.ops.attention_rules import check_scale, check_softcap
+from cki.ops.attention_rules import (
+    FLOATS,
+    INDICES,
+    MAX_HEAD_DIM,
+    check_per_head,
+    check_scale,
+    check_shape,
+    check_softcap,
+    check_window,
+)  # fmt: skip
 from cki.ops.cache_arguments import CACHE_DTYPES, check_cache
 from cki.ops.spec import Problem
 from cki.ops.validate import block_problems, host_values, reads_values, shape_of
 
-MAX_HEAD_DIM = 256
 MAX_QUERIES = 16
-_FLOATS = (dtypes.f32, dtypes.f16, dtypes.bf16)
-_INDICES = (dtypes.i32, dtypes.i64)
 
 
 def copy_bytes(k: Operand, v: Operand) -> int:
@@ -89,7 +95,7 @@ def validate_decode(k: Any, seq_lens: Any, cu_seqlens_k: Any) -> None:
 
 def _check_queries(problem: Problem, k_name: str) -> bool:
     q, k = problem["q"], problem[k_name]
-    if q.dtype not in _FLOATS:
+    if q.dtype not in FLOATS:
         problem.reject_type(f"q is {q.dtype}", "q of f32, f16 or bf16")
     if q.ndim != 4:
         problem.reject(f"q has shape {q.shape}", "q of shape [batch, queries, heads, head_dim]")
@@ -129,25 +135,13 @@ def _check_rows(problem: Problem, k_name: str, v_name: str) -> None:
         )
 
 
-def _check_index(problem: Problem, name: str, shape: tuple[int, ...]) -> None:
-    index = problem[name]
-    if index.shape != shape:
-        problem.reject(f"{name} has shape {index.shape}", f"{name} of shape {shape}")
-
-
 def _check_options(problem: Problem) -> None:
     """What needs no shape of q."""
-    problem.require_dtypes(_INDICES, "int32 or int64", "block_table", "seq_lens", "cu_seqlens_k")
+    problem.require_dtypes(INDICES, "int32 or int64", "block_table", "seq_lens", "cu_seqlens_k")
     problem.require_dtypes((dtypes.f32,), "f32", "sinks", "alibi_slopes")
     problem.require_dtypes((dtypes.u32, dtypes.i32), "u32 or i32", "counters")
     window = problem.attribute("window")
-    if len(window) != 2 or not all(
-        isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window
-    ):
-        problem.reject(
-            f"window is {window!r}", "window a pair (left, right) of integers, each at least -1 (no limit)"
-        )
-    elif window[0] >= 2**30:
+    if check_window(problem) and window[0] >= 2**30:
         problem.reject(f"window is {window!r}", "a window below 2**30")
     check_scale(problem)
     check_softcap(problem)
@@ -156,15 +150,8 @@ def _check_options(problem: Problem) -> None:
 def _check_per_head(problem: Problem) -> None:
     """Sinks and slopes, and counters of a call."""
     q = problem["q"]
-    for name in ("sinks", "alibi_slopes"):
-        tensor = problem.get(name)
-        if tensor is None:
-            continue
-        if tensor.shape != q.shape[2:3]:
-            problem.reject(
-                f"{name} has shape {tensor.shape}, q has {q.shape[2]} heads",
-                f"{name} of shape {q.shape[2:3]}",
-            )
+    check_per_head(problem, "sinks")
+    check_per_head(problem, "alibi_slopes")
     counters = problem.get("counters")
     if counters is None:
         return
@@ -191,8 +178,8 @@ def check_paged(problem: Problem) -> None:
             f"block_table has shape {table.shape}", f"block_table of shape ({q.shape[0]}, columns)"
         )
     else:
-        _check_index(problem, "block_table", (q.shape[0], table.shape[1]))
-    _check_index(problem, "seq_lens", q.shape[:1])
+        check_shape(problem, "block_table", (q.shape[0], table.shape[1]))
+    check_shape(problem, "seq_lens", q.shape[:1])
     _check_per_head(problem)
 
 
@@ -228,9 +215,9 @@ def check_decode(problem: Problem) -> None:
         problem.reject(f"k has a batch of {k.shape[0]}, q of {q.shape[0]}", "one batch size")
     _check_rows(problem, "k", "v")
     if offsets is None:
-        _check_index(problem, "seq_lens", q.shape[:1])
+        check_shape(problem, "seq_lens", q.shape[:1])
     else:
-        _check_index(problem, "cu_seqlens_k", (q.shape[0] + 1,))
+        check_shape(problem, "cu_seqlens_k", (q.shape[0] + 1,))
     scales = [problem.get("k_scale"), problem.get("v_scale")]
     wanted = f"k_scale and v_scale of f32 and shape {k.shape[:-1]} (dense), or {k.shape[-2:-1]}"
     if (k.dtype == dtypes.e4m3) != all(scale is not None for scale in scales) or (scales[0] is None) != (

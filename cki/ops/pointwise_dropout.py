@@ -13,12 +13,11 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.heuristics.norm import vector_size
 from cki.heuristics.pointwise import MAX_WIDTH, TileConfig, tile_config
-from cki.heuristics.rows import row_batches
+from cki.heuristics.rows import is_stepped, row_arguments, row_batches
 from cki.kernel import ConstantValue, KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.pointwise_rules import FLOATS, check_floats, check_like, check_rows
-from cki.ops.row_arguments import is_stepped, row_arguments
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import Plan, Step
 

@@ -10,12 +10,11 @@ from cki import dtypes
 from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.heuristics.norm import MAX_WIDTH, RowConfig, RowShape, choose, vector_size
-from cki.heuristics.rows import row_batches
+from cki.heuristics.rows import is_stepped, row_arguments, row_batches
 from cki.kernel import ConstantValue, KernelSpec
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.pointwise_rules import FLOATS, broadcast_to, check_floats, check_rows
-from cki.ops.row_arguments import is_stepped, row_arguments
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import Plan, Step
 

@@ -7,23 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from cki import dtypes
 from cki.errors import InvalidArgumentError
 from cki.ops.attention_e4m3 import CODES, check_descales, is_e4m3_call
-from cki.ops.attention_rules import FLOATS, check_attributes, check_heads, check_per_head, check_tensors
+from cki.ops.attention_rules import (
+    FLOATS,
+    INDICES,
+    check_attributes,
+    check_heads,
+    check_per_head,
+    check_shape,
+    check_tensors,
+)  # fmt: skip
 from cki.ops.spec import Problem
 from cki.ops.validate import block_problems, host_values, reads_values, shape_of
 
-_INDICES = (dtypes.i32, dtypes.i64)
 _PACKED = "tokens, kv_heads, head_dim"
 _BLOCKS = "blocks, block_size, kv_heads, head_dim"
-
-
-def _check_index(problem: Problem, name: str, shape: tuple[int, ...]) -> None:
-    """One tensor of offsets, lengths or blocks."""
-    index = problem[name]
-    if index.shape != shape:
-        problem.reject(f"{name} has shape {index.shape}", f"{name} of shape {shape}")
 
 
 def _check_packed_keys(problem: Problem, offsets: tuple[int, ...]) -> None:
@@ -33,7 +32,7 @@ def _check_packed_keys(problem: Problem, offsets: tuple[int, ...]) -> None:
             "seq_lens is given without block_table", "seq_lens with a block_table, or cu_seqlens_k alone"
         )
     if problem.get("cu_seqlens_k") is not None:
-        _check_index(problem, "cu_seqlens_k", offsets)
+        check_shape(problem, "cu_seqlens_k", offsets)
     elif q.shape[0] != k.shape[0]:
         problem.reject(
             f"q has {q.shape[0]} tokens, k has {k.shape[0]}, and there is no cu_seqlens_k",
@@ -56,8 +55,8 @@ def _check_paged_keys(problem: Problem, batch: int) -> None:
             "block_table is given without seq_lens", f"seq_lens of shape ({batch},) with a block_table"
         )
     else:
-        _check_index(problem, "seq_lens", (batch,))
-    _check_index(problem, "block_table", (batch, table.shape[1] if table.ndim == 2 else 0))
+        check_shape(problem, "seq_lens", (batch,))
+    check_shape(problem, "block_table", (batch, table.shape[1] if table.ndim == 2 else 0))
     if k.shape[:2] != v.shape[:2]:
         problem.reject(
             f"k holds {k.shape[:2]} blocks and places, v {v.shape[:2]}", "k and v with the same blocks"
@@ -74,7 +73,7 @@ def check_varlen(problem: Problem) -> None:
     """Rules of `varlen_attention`."""
     check_attributes(problem)
     problem.require_dtypes(
-        _INDICES, "int32 or int64", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seq_lens"
+        INDICES, "int32 or int64", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seq_lens"
     )
     for name in ("max_seqlen_q", "max_seqlen_k"):
         longest = problem.attribute(name)
@@ -90,7 +89,7 @@ def check_varlen(problem: Problem) -> None:
     if not ranked:
         return
     check_descales(problem, offsets.shape[0] - 1)
-    _check_index(problem, "cu_seqlens_q", offsets.shape)
+    check_shape(problem, "cu_seqlens_q", offsets.shape)
     if paged:
         _check_paged_keys(problem, offsets.shape[0] - 1)
     else:

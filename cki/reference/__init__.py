@@ -6,15 +6,20 @@ Tests compare every kernel with it; documentation quotes it.  It is written to b
 from cki.reference.attention import attention
 from cki.reference.dropout import dropout_add
 from cki.reference.embedding import embed_tokens, mean_pool
-from cki.reference.encoder import encoder_layer, encoder_layers, fused_attention, fused_ffn
-from cki.reference.encoder_model import encoder, encoder_embed, token_positions
+from cki.reference.encoder import (
+    encoder,
+    encoder_embed,
+    encoder_layer,
+    encoder_layers,
+    fused_attention,
+    fused_ffn,
+    token_positions,
+)
 from cki.reference.linear import gated_linear, linear, linear_fp8
-from cki.reference.norm import layer_norm, rms_norm
-from cki.reference.paged import append_kv, decode_attention, merge_states, paged_attention
+from cki.reference.norm import layer_norm, layer_norm_quantize, quantize_fp8, rms_norm, rms_norm_quantize
+from cki.reference.paged import append_kv, decode_attention, merge_states, paged_attention, varlen_attention
 from cki.reference.pointwise import bias_activation, gated_activation, softmax
-from cki.reference.quantize import layer_norm_quantize, quantize_fp8, rms_norm_quantize
 from cki.reference.rope import apply_rope
-from cki.reference.varlen import varlen_attention
 
 # Where a function and its module share a name (attention, encoder, linear), these imports leave the function.
 __all__ = [

@@ -8,6 +8,8 @@ Debugging Information Format, version 4.
 from __future__ import annotations
 
 import bisect
+import functools
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -275,3 +277,34 @@ def _units(data: bytes) -> Iterator[_Reader]:
     while at < len(data):
         yield _Reader(data, at)
         at += int.from_bytes(data[at : at + 4], "little") + 4
+
+
+_SITE = re.compile(r" @(\S+)\+(0x[0-9a-f]+)")
+
+#: Parts of the simulation itself: a call inlined from there is shown as its caller in the kernel.
+_OWN = ("cuda_src/sim/", "cki_sim_entry")
+
+
+@functools.lru_cache(maxsize=32)
+def _lines(module: str) -> LineTable:
+    return LineTable(Path(module))
+
+
+def _is_own(file: str) -> bool:
+    return any(part in file for part in _OWN)
+
+
+def _place(match: re.Match[str]) -> str:
+    try:
+        frames = _lines(match[1]).frames(int(match[2], 16))
+    except (OSError, ValueError, LookupError):
+        return match[0]
+    shown = [frame for frame in frames if not _is_own(frame[0])] or frames
+    if not shown:
+        return match[0]
+    return " at " + ", inlined at ".join(f"{Path(file).name}:{line}" for file, line in shown)
+
+
+def resolve(text: str) -> str:
+    """The report with ` @module+address` replaced by ` at file:line, inlined at file:line`, innermost first."""
+    return _SITE.sub(_place, text)

@@ -100,3 +100,17 @@ class ElfFile:
             if segment[0] == _TLS_SEGMENT:
                 return int(segment[6])
         return 0
+
+
+#: Gaps behind static `__shared__` arrays in instrumented kernels, so that an overflow of one does not meet the next.
+#: With these flags each array (a thread-local variable) has a section of its own, which holds no bytes in the file, and
+#: making it longer in the object file's section header is all it takes.  The linker then places the next array behind
+#: the gap, and the runtime knows where the arrays end (`cki_sim_shared_array`).
+RED_ZONE_FLAGS = ("-fdata-sections",)
+#: Of each gap.  A multiple of every alignment that an array can ask for, so that all else stays as without gaps.
+RED_ZONE_BYTES = 1024
+
+
+def add_red_zones(object_file: Path) -> None:
+    """Put a gap behind each static shared array of a relocatable object."""
+    ElfFile(object_file).lengthen(".tbss.", RED_ZONE_BYTES)

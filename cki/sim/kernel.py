@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cki._checkout import cuda_src
-from cki.sim import headers, red_zones, runtime, store, toolchain
-from cki.sim.elf import ElfFile
-from cki.sim.precompiled import CompilerCall
+from cki.sim import elf, headers, runtime, store, toolchain
+from cki.sim.headers import CompilerCall
 
 #: Where dynamic shared memory may lie, in bytes: the most that a block of sm_90 can have.
 DYNAMIC_AREA = 232448
@@ -55,7 +54,7 @@ def _kernel_flags(instrumented: bool) -> list[str]:
         flags += [
             "-fsanitize=thread",
             f"-fsanitize={'array-bounds' if is_clang else 'bounds'}",
-            *red_zones.FLAGS,
+            *elf.RED_ZONE_FLAGS,
         ]
         volatile = "tsan-distinguish-volatile=1"  # volatile accesses count as relaxed atomics
         flags += ["-mllvm", f"-{volatile}"] if is_clang else ["--param", volatile]
@@ -105,7 +104,7 @@ class SimKernel:
 
     def _key(self, flags: list[str]) -> str:
         names = [_BUILTINS, *headers.included_names(self._source.encode())]
-        total = hashlib.sha256(repr((runtime.key(), flags, red_zones.BYTES)).encode())
+        total = hashlib.sha256(repr((runtime.key(), flags, elf.RED_ZONE_BYTES)).encode())
         total.update(headers.digest(names, self._include_dirs))
         total.update(self._source.encode())
         return total.hexdigest()[:24]
@@ -121,9 +120,9 @@ class SimKernel:
             call = CompilerCall(flags, self._include_dirs, _BUILTINS)
             call.compile(source, object_file, what, call.kept_precompiled(self._cache_dir))
             if instrumented:
-                red_zones.add(object_file)
+                elf.add_red_zones(object_file)
             undefined = [
-                s.name for s in ElfFile(object_file).symbols()
+                s.name for s in elf.ElfFile(object_file).symbols()
                 if s.is_thread_local and not s.is_defined and not s.name.startswith(("cki_sim_thread", "cki_sim_block"))
             ]  # fmt: skip
             area.write_text(_dynamic_area_source(undefined))
@@ -147,15 +146,15 @@ class LoadedKernel:
     def __init__(self, path: Path, entry: str, instrumented: bool) -> None:
         self.path = path
         self._library = ctypes.CDLL(str(path))
-        elf = ElfFile(path)
-        shared = [s for s in elf.symbols() if s.is_thread_local and s.is_defined]
+        file = elf.ElfFile(path)
+        shared = [s for s in file.symbols() if s.is_thread_local and s.is_defined]
         dynamic = next(s.value for s in shared if s.name.endswith(_DYNAMIC))
         arrays = sorted((s.value, s.size) for s in shared if s.size)
-        self.static_bytes = dynamic - (len(arrays) * red_zones.BYTES if instrumented else 0)
+        self.static_bytes = dynamic - (len(arrays) * elf.RED_ZONE_BYTES if instrumented else 0)
         self.module = runtime.Module(
             ctypes.cast(self._library[f"cki_sim_entry_{entry}"], ctypes.c_void_p),
             ctypes.cast(self._library.cki_sim_dynamic_address, ctypes.c_void_p),
-            elf.thread_local_size(),
+            file.thread_local_size(),
             dynamic,
             (runtime.SharedArray * len(arrays))(*(runtime.SharedArray(*array) for array in arrays)),
             len(arrays),

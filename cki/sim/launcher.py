@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cki import config
 from cki.errors import InvalidArgumentError, SimulationError
-from cki.sim import report, runtime
+from cki.sim import dwarf, runtime
 from cki.sim.checking import Checks, current
 from cki.sim.kernel import DYNAMIC_AREA, LoadedKernel, SimKernel
 
@@ -104,5 +104,5 @@ def launch(
     library.cki_sim_free(text)
     if findings:
         raise SimulationError(
-            f"kernel {kernel.entry}: the simulated device found faults\n{report.resolve(words)}"
+            f"kernel {kernel.entry}: the simulated device found faults\n{dwarf.resolve(words)}"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cki._checkout import cuda_src
 from cki.sim import store, toolchain
-from cki.sim.precompiled import CompilerCall
+from cki.sim.headers import CompilerCall
 
 #: The C++ library's headers, which the runtime's files mostly consist of for the compiler.
 _STANDARD = "runtime/standard.h"

@@ -13,9 +13,9 @@ import pytest
 
 from cki import sim
 from cki.errors import CkiError, CompileError, InvalidArgumentError, InvalidTypeError
-from cki.sim import Checks, red_zones, toolchain
+from cki.sim import Checks, toolchain
 from cki.sim.dwarf import LineTable
-from cki.sim.elf import ElfFile
+from cki.sim.elf import RED_ZONE_BYTES, ElfFile
 from tests.sim.harness import kernel, run
 
 ADD = """
@@ -188,7 +188,7 @@ def test_instrumented_kernels_have_gaps_behind_static_arrays():
     plain, instrumented = (kernel("faults.cu", "bounds").build(checks) for checks in (False, True))
     assert plain.static_bytes == instrumented.static_bytes
     sizes = []
-    for built, gap in ((plain, 0), (instrumented, red_zones.BYTES)):
+    for built, gap in ((plain, 0), (instrumented, RED_ZONE_BYTES)):
         module = built.module
         arrays = [(array.offset, array.bytes) for array in module.arrays[: module.array_count]]
         assert {128, 16, 20} <= {size for _, size in arrays}
