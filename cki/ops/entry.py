@@ -104,7 +104,7 @@ class Entry:
             offsets.append(total)
             total += -(-nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         self.workspace_offsets = tuple(offsets)
-        self.workspace_nbytes = total + WORKSPACE_ALIGNMENT if total else 0
+        self.workspace_nbytes = total + WORKSPACE_ALIGNMENT if sizes else 0
 
     @property
     def has_workspace(self) -> bool:

@@ -92,8 +92,10 @@ def plan_linear(
 
     tile: instead of the heuristic's choice.  A SkinnyTile selects the kernel for few rows; a HopperTile the one for
     sm_90a, an Fp32Tile that of fp32.  norm, statistics: see `plan_linear_hopper`; UnsupportedError where
-    `fused_norm_tile` finds no tile.
+    `fused_norm_tile` finds no tile.  Nothing is launched for an empty y.
     """
+    if y.size == 0:
+        return ()
     access = _access(w, weight_layout)
     if norm is not None or statistics is not None:
         tile = tile or fused_norm_tile(

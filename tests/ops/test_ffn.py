@@ -21,7 +21,7 @@ def tensors(dtype, shape=(2, 11), hidden=48, inner=80):
     vectors = {"gamma": hidden, "beta": hidden, "b1": inner, "b2": hidden}
     return {
         "x": normal((*shape, hidden), dtype, 1),
-        **{n: normal(s, dtype, i, scale=s[0] ** -0.5) for i, (n, s) in enumerate(weights.items(), 2)},
+        **{n: normal(s, dtype, i, scale=max(s[0], 1) ** -0.5) for i, (n, s) in enumerate(weights.items(), 2)},
         **{n: normal((w,), dtype, i, scale=0.5) for i, (n, w) in enumerate(vectors.items(), 4)},
     }
 
@@ -105,3 +105,9 @@ def test_every_broken_rule_is_named(device):
         assert words in str(found.value)
     with pytest.raises(InvalidTypeError, match="w1 is bf16, x is f16"):
         cki.fused_ffn(**{**given, "w1": device.array(tensors(BF16)["w1"])})
+
+
+@ORDERS
+def test_no_inner_features(device, pre_ln):
+    """An empty product launches nothing: y is b2 and the residual, with the norm."""
+    check(device, tensors(F16, inner=0), pre_ln=pre_ln)
