@@ -9,8 +9,8 @@ import common
 
 from cki.engine import ModelConfig
 
-#: New tokens of the two runs whose difference is the time of the steps between.
-_FEW, _MANY = 8, 40
+#: New tokens of a run, and of those the first that do not count; runs.
+_TOKENS, _FIRST, _RUNS = 28, 6, 2
 
 
 def make(config: ModelConfig) -> Any:
@@ -36,28 +36,33 @@ def make(config: ModelConfig) -> Any:
 
 
 def step_time(peer: Any, batch: int, context: int, *, compiled: bool) -> common.Timing:
-    """Microseconds of a decode step: the slope between answers of few and of more tokens.
+    """Microseconds of a decode step: of the wall clock from one token to the next, some 40 of them.
 
     compiled: `generate` compiles the step itself when its cache is static.
     """
     import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    stamps: list[float] = []
+
+    class Stamp(StoppingCriteria):  # type: ignore[misc]
+        """Asked after each token, when the host has waited for it; stops nothing."""
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            stamps.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     options = {"cache_implementation": "static"} if compiled else {}
-    ids = torch.randint(0, peer.config.vocab_size, (batch, context), device="cuda")
-
-    def seconds(new: int) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    ids = torch.randint(0, peer.config.vocab_size, (batch, context), device=peer.device)
+    steps: list[float] = []
+    for run in range(_RUNS + 1):  # the first one compiles, and warms up
+        stamps.clear()
         with torch.inference_mode():
             peer.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                pad_token_id=0, **options,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=_TOKENS, min_new_tokens=_TOKENS,
+                do_sample=False, pad_token_id=0, stopping_criteria=StoppingCriteriaList([Stamp()]), **options,
             )  # fmt: skip
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    # A static cache keeps the length of the longest answer so far, and is compiled for it once.
-    for new in (_MANY, _FEW) if compiled else (_FEW,):
-        seconds(new)
-    slopes = [(seconds(_MANY) - seconds(_FEW)) / (_MANY - _FEW) * 1e6 for _ in range(2)]
-    return common.summary(slopes)
+        assert len(stamps) == _TOKENS
+        if run:
+            steps += [(after - before) * 1e6 for before, after in zip(stamps[_FIRST:], stamps[_FIRST + 1 :])]
+    return common.summary(steps)
