@@ -21,7 +21,7 @@ from cki.adapters import tf_c_api
 from cki.adapters.tf_c_api import AllocatorAttributes, Compute, Create, Pointer, TensorFlowApi
 from cki.adapters.tf_node import ALIGNED, Launch, Node, Result
 from cki.adapters.tf_types import TO_CODE
-from cki.adapters.xla_activity import Activity
+from cki.adapters.xla_ffi import Activity
 from cki.errors import CkiError, DeviceError, LaunchError
 
 #: Longer texts are cut: TensorFlow logs them whole.

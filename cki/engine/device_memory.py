@@ -16,8 +16,7 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.errors import DeviceError
 from cki.memory.arena import Arena, CudaArena, HostArena
-from cki.memory.layout import Place
-from cki.memory.views import CacheTensor
+from cki.memory.views import CacheTensor, Place
 
 ALIGNMENT = 256
 #: (name, shape, element type) of a tensor.

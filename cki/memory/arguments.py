@@ -13,7 +13,7 @@ from cki import capture_state, driver, dtypes
 from cki.device import current
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, UnsupportedError
-from cki.memory.layout import MAX_HEAD_DIM, CacheShape
+from cki.memory.storage import MAX_HEAD_DIM, CacheShape
 
 DTYPES = (dtypes.f16, dtypes.bf16, dtypes.f32, dtypes.e4m3)
 #: Tokens for which a block table has columns when nothing else is said.

@@ -6,7 +6,7 @@ import numpy as np
 
 from cki.memory.arena import Arena
 from cki.memory.blocks import BlockAllocator
-from cki.memory.layout import CacheLayout
+from cki.memory.storage import CacheLayout
 from cki.memory.views import CacheTensor
 
 _STEP_TENSORS = ("slot_mapping", "positions", "seq_lens", "cu_seqlens_q")

@@ -10,8 +10,22 @@ import numpy as np
 from cki.dlpack import DLPackExport
 from cki.dtypes import DType
 from cki.memory.arena import Arena
-from cki.memory.layout import Place
 from cki.tensor import TensorView, contiguous_strides
+
+
+class Place(NamedTuple):
+    """A dense tensor in the arena."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        total = self.dtype.itemsize
+        for extent in self.shape:
+            total *= extent
+        return total
 
 
 class CacheTensor(DLPackExport):

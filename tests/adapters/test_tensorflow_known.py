@@ -11,7 +11,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 import cki  # noqa: E402
-from cki.adapters import tf_eager, xla_activity  # noqa: E402
+from cki.adapters import tf_eager, xla_ffi  # noqa: E402
 from cki.adapters.tf_ops import register  # noqa: E402
 from cki.errors import InvalidTypeError, UnsupportedError  # noqa: E402
 from tests.adapters.programs import output_of  # noqa: E402
@@ -141,10 +141,8 @@ def test_another_device_is_not_taken_for_the_current_one(device):
 
 def test_threads_of_tensorflow_s_keep_python_s_state(monkeypatch):
     """One state a thread, not one a call: in a graph every kernel may run in a thread of TensorFlow's pool."""
-    made, keep = [], xla_activity._keep_thread_state
-    monkeypatch.setattr(
-        xla_activity, "_keep_thread_state", lambda: (made.append(threading.get_ident()), keep())
-    )
+    made, keep = [], xla_ffi._keep_thread_state
+    monkeypatch.setattr(xla_ffi, "_keep_thread_state", lambda: (made.append(threading.get_ident()), keep()))
     monkeypatch.setattr(register()._activity, "_thread", threading.local())
     function = tf.function(lambda x: cki.softmax(cki.softmax(x)))
     for _ in range(60):
