@@ -219,13 +219,29 @@ class PagedKVCache:
         """Forget sequences' tokens from `lengths` on (drafts not accepted); returns how many blocks became free.
 
         The next step stores its tokens from there; blocks that were reserved for a prompt's rest are given up, too.
+        With a window, the tokens of the last step can be forgotten, and earlier ones while what the next query sees is
+        still there.
         """
         ids = listed(sequences)
+        if self._window_left is not None:
+            self._refuse_behind_window(self._allocator.rows_of(ids), ids, lengths)
         freed = self._allocator.truncate(ids, lengths)
         self._tables.cut(self._allocator.rows_of(ids))
         if self._step_ids is not None and not set(ids).isdisjoint(self._step_ids):
             self._step_ids = None
         return freed
+
+    def _refuse_behind_window(self, rows: np.ndarray, ids: tuple[int, ...], lengths: Any) -> None:
+        """A query at one of these positions would see tokens whose blocks may be another sequence's by now."""
+        assert self._window_left is not None
+        wanted, released = token_counts(lengths, len(rows), "lengths"), self._allocator.released[rows]
+        least = released * self.block_size + self._window_left
+        for i in np.flatnonzero((released > 0) & (wanted < least))[:1].tolist():
+            raise InvalidArgumentError(
+                f"length={wanted[i]} of sequence {ids[i]}: its window of {self._window_left} tokens would reach before "
+                f"{released[i] * self.block_size}, where its blocks were given up",
+                hint=f"an integer from {least[i]} to {self._allocator.lengths[rows[i]]}",
+            )
 
     def release_before(self, sequence: int, position: int) -> int:
         """Give up the blocks whose tokens all lie before `position`, which no query will see any more; returns how many

@@ -271,6 +271,23 @@ def test_blocks_behind_a_window_are_given_up(device: DeviceUnderTest) -> None:
     assert cache.blocks_free == 12
 
 
+def test_truncation_stops_where_the_window_reaches_blocks_that_were_given_up(device: DeviceUnderTest) -> None:
+    """Blocks before token 8 are another's by now: a query at position 17 sees from 8 on, one at 12 would from 3 on."""
+    cache = small(device, num_blocks=12, window_left=9, max_blocks_per_sequence=40)
+    a, b = cache.allocate_sequence(), cache.allocate_sequence()
+    cache.prepare_step([a], 12)
+    values = [float(i) for i in range(5)]
+    store(cache, cache.prepare_step([a], 5), values)
+    assert len(cache.blocks(a)) == 5  # all that the first draft's query sees
+    cache.prepare_step([a], 1)
+    assert len(cache.blocks(a)) == 3
+    with pytest.raises(InvalidArgumentError, match="length=12 of sequence 0: its window of 9 tokens"):
+        cache.truncate([b, a], [0, 12])
+    assert cache.length(a) == 18
+    cache.truncate([b, a], [0, 17])
+    assert stored(cache.prepare_step([a], 0), cache)[0][12:] == values
+
+
 def test_sequences_of_different_salts_share_nothing(device: DeviceUnderTest) -> None:
     cache = small(device)
     prompt = list(range(9))
