@@ -159,8 +159,8 @@ class TorchAdapter(Adapter):
         if tensor.requires_grad and _is_grad_enabled():
             problems.append(
                 f"{name} requires grad and gradients are being recorded, which CKI cannot do; call under "
-                f"torch.no_grad() or torch.inference_mode(), pass {name}.detach(), or call the function of "
-                "cki.adapters.torch with recompute_gradient=True"
+                f"torch.no_grad() or torch.inference_mode(), pass {name}.detach(), or call CKI's function "
+                "of that name in cki.adapters.torch with recompute_gradient=True"
             )
         if has_tangent(tensor):
             problems.append(

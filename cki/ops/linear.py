@@ -394,9 +394,6 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     if arch == "sm_90a":
         from cki.ops import linear_fp8  # it takes rules from here
 
-        hopper = [
-            *linear_hopper.representative_specs(),
-            *linear_fp8.representative_specs(),
-            *linear_fp32.representative_specs(),
-        ]
+        modules = (linear_hopper, linear_fp8, linear_fp32)
+        hopper = [spec for module in modules for spec in module.representative_specs()]
     return [*found, *linear_skinny.representative_specs(arch, device), *hopper]

@@ -101,8 +101,8 @@ def test_requires_grad_outside_no_grad_is_refused():
     (problem,) = ADAPTER.check(weight, "weight")
     assert problem == (
         "weight requires grad and gradients are being recorded, which CKI cannot do; call under torch.no_grad() or "
-        "torch.inference_mode(), pass weight.detach(), or call the function of cki.adapters.torch with "
-        "recompute_gradient=True"
+        "torch.inference_mode(), pass weight.detach(), or call CKI's function of that name in "
+        "cki.adapters.torch with recompute_gradient=True"
     )
     with pytest.raises(InvalidTypeError, match="detach") as caught:
         require_valid(ADAPTER, ["x", "weight"], [torch.ones(4), weight])
