@@ -9,6 +9,7 @@ for chunk in llm.submit("Once upon a time"):
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -52,9 +53,11 @@ class Generation:
     def __next__(self) -> Chunk:
         request = self._request
         while True:
-            if request.chunks:
+            # Before the chunks: a step of another thread's may bring the last one in between.
+            is_finished = request.is_finished
+            with contextlib.suppress(IndexError):  # none, or another thread took it
                 return request.chunks.popleft()
-            if request.is_finished:
+            if is_finished:
                 if request.error is not None:
                     raise request.error
                 raise StopIteration

@@ -13,7 +13,7 @@ from cki.engine.step_plan import MAX_ALTERNATIVES
 from cki.errors import InvalidArgumentError, InvalidTypeError
 
 #: Of fp32, in which kernels take these values.
-_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 #: Names in generation_config.json and here.
 _RECOMMENDED = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -58,7 +58,7 @@ class SamplingParams:
             ("top_k", -1 <= self.top_k < 2**31, "1 or more, or 0 for all"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= _LARGEST, "above 0, as a 32-bit number"),
+            ("repetition_penalty", _SMALLEST <= self.repetition_penalty <= _LARGEST, "above 0, as a 32-bit number"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer or None"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_ALTERNATIVES, f"0 to {MAX_ALTERNATIVES}"),
             ("stop", all(self.stop_strings), "texts that are not empty"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cki.engine import LLM, ModelConfig, SamplingParams
+from cki.engine import LLM, Chunk, Generation, ModelConfig, SamplingParams
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from tests.engine.decoder_definition import decoder
 from tests.engine.model_files import hf_config, write_folder
@@ -197,6 +198,25 @@ def test_requests_from_several_threads(llm):
     assert len(results) == 4
 
 
+def test_a_reader_gets_the_chunk_that_another_thread_brings_while_it_looks():
+    class Ending:
+        """Its last chunk comes between a reader's two looks: at the chunks, and at whether it is finished."""
+
+        def __init__(self) -> None:
+            self.chunks: deque[Chunk] = deque()
+            self.error = None
+            self.brought = False
+
+        @property
+        def is_finished(self) -> bool:
+            if not self.brought:
+                self.chunks.append(Chunk("end", (1,)))
+            self.brought = True
+            return True
+
+    assert [chunk.text for chunk in Generation(None, Ending())] == ["end"]
+
+
 def test_warming_up_compiles_what_the_prompts_need(device):
     llm = llm_on(device.kind)
     llm.warm_up(PROMPTS[:3])
@@ -251,6 +271,7 @@ def test_prompts_that_are_refused(llm, prompt, error, match):
         ({"temperature": 1e300, "top_k": -2}, InvalidArgumentError, r"(?s)temperature is 1e\+300.*top_k is -2"),
         ({"temperature": -1.0}, InvalidArgumentError, "temperature is -1"),
         ({"temperature": float("nan")}, InvalidArgumentError, "temperature is nan"),
+        ({"repetition_penalty": 1e-46}, InvalidArgumentError, "repetition_penalty is 1e-46"),
         ({"logprobs": 21}, InvalidArgumentError, "logprobs is 21"),
         ({"stop": [""]}, InvalidArgumentError, "stop is"),
         ({"top_k": 1.5, "seed": "x"}, InvalidTypeError, r"(?s)top_k is 1\.5.*seed is 'x'"),
