@@ -255,7 +255,7 @@ def _capture_torch(
     device = tensor.device if tensor is not None else torch.device("cuda", torch.cuda.current_device())
     with torch.cuda.device(device):
         here = torch.cuda.current_stream()
-        side = _torch_side_stream(device) if shared is None else shared.recorded_on
+        side = torch.cuda.Stream() if shared is None else shared.recorded_on
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(warmup):
@@ -268,7 +268,11 @@ def _capture_torch(
         generator = torch.cuda.default_generators[device.index]
         state = None if torch.cuda.is_current_stream_capturing() else generator.get_state()
         try:
-            with recorded as recording, torch.cuda.graph(torch_graph, pool=pool, stream=side):
+            with (
+                recorded as recording,
+                _own_workspaces(),
+                torch.cuda.graph(torch_graph, pool=pool, stream=side),
+            ):
                 graph.outputs = function(*args, **kwargs)
                 graph.num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.cuda_stream))
         except BaseException:
@@ -280,19 +284,21 @@ def _capture_torch(
     return graph
 
 
-#: Of one thread: two may record at once, each on its own.
-_side_streams = threading.local()
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """What torch's own products record inside takes its workspace from the graph's memory, and leaves it there.
 
-
-def _torch_side_stream(device: Any) -> Any:
-    """Where this thread records on a device, always the same: torch keeps cuBLAS's workspace, 32 MB on Hopper, for
-    every stream that a product ran on."""
+    torch keeps one for each stream that a product ran on, 32 MB of cuBLAS's on Hopper.  A graph that recorded one from
+    before would read freed memory once torch gives it up, as every recording of `torch.compile` makes it do; and one
+    that is kept from here on would outlive the graph.
+    """
     import torch
 
-    streams = _side_streams.__dict__
-    if device.index not in streams:
-        streams[device.index] = torch.cuda.Stream(device)
-    return streams[device.index]
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _revive_generator(generator: Any, state: Any, device: Any) -> None:
