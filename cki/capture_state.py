@@ -85,8 +85,14 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def launch(executable: Executable, pointers: Sequence[int], stream: int, memory: Sequence[Any]) -> None:
-    """Launch, or record, inside a capture of this thread; else plainly launch."""
+def launch(
+    executable: Executable, pointers: Sequence[int], stream: int, memory: Sequence[Any], given: Sequence[Any] = ()
+) -> None:  # fmt: skip
+    """Launch, or record, inside a capture of this thread; else plainly launch.
+
+    memory: what the call allocated.  given: the caller's tensors.  Those that the captured function made and let go of
+    come from the graph's pool on a GPU; a recording on the simulated device keeps them.
+    """
     recording = current.get()
     if recording is None:
         executable.launch(pointers, stream)
@@ -98,6 +104,7 @@ def launch(executable: Executable, pointers: Sequence[int], stream: int, memory:
             recording.kept.append(item)
     if executable.device.kind == "sim":
         recording.launches.append(Recorded(executable, tuple(pointers), stream))
+        recording.kept.append(given)
     else:
         executable.launch(pointers, stream)
 

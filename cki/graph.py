@@ -175,7 +175,8 @@ def capture(
     The framework (torch or CuPy; NumPy or torch on the simulated device) is that of the first tensor among the
     arguments; without any, torch where it is loaded, else CuPy.  Calls on tensors of the other are refused.
     warmup: runs before recording, on a side stream, so that nothing is compiled or loaded inside; with 0 a first call
-        inside the capture compiles there, which works too.  The recording itself computes nothing.
+        inside the capture compiles there, which works too.  The recording itself computes nothing.  Of the simulated
+        device it holds the launches of CKI's kernels, and no other work.
     share_memory: an open graph of the same framework and device, whose temporary memory this one uses too.  They must
         not run at the same time; `outputs` of both stay apart.  On the simulated device each graph keeps its own.
 

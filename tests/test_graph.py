@@ -114,6 +114,19 @@ def test_graphs_inside_a_capture_are_refused() -> None:
         np.testing.assert_array_equal(inner.replay(), affine(X))
 
 
+def test_what_the_function_made_and_let_go_of_lives_with_the_graph(device: DeviceUnderTest) -> None:
+    def through_a_temporary(t: object) -> object:
+        between = device.empty(X.shape, np.float32)
+        affine(t, factor=2.0, steps=1, out=between)
+        return affine(between, offset=1.0, steps=1)
+
+    x = device.array(X)
+    graph = cki.capture(through_a_temporary, x)
+    others = [device.array(np.full(X.shape, 9.0, np.float32)) for _ in range(32)]
+    np.testing.assert_array_equal(device.numpy(graph.replay()), 2.0 * X + 1.0)
+    assert all((device.numpy(other) == 9.0).all() for other in others)
+
+
 def test_other_frameworks_are_refused() -> None:
     class Tensor:
         def __dlpack__(self) -> None: ...

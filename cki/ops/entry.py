@@ -155,7 +155,7 @@ class Entry:
             if self.workspace_nbytes:
                 memory = [*new, self._add_workspace(pointers, tensors[0], named, handle)]
             if capture_state.active:
-                capture_state.launch(executable, pointers, handle, memory)
+                capture_state.launch(executable, pointers, handle, memory, (tensors, outs))
             else:
                 executable.launch(pointers, handle)
         if not adapter.direct:
