@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
     if constexpr (kTmaStore) ptx::prefetch_tensormap(&y_map);
-    ring.initialise(4 * kConsumers, 1 + 32);
+    ring.initialise(128 * kConsumers, 1 + 32);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -238,8 +238,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Adds its products, which have ended.
     const auto add_stage = [&](float(&part)[kGroupColumns / 2], const float(&factor)[2]) {
       ptx::wgmma_fence_registers(part);
-      __syncwarp();  // all lanes have read the stage's scales
-      done.release();
+      done.release_by_one();  // each lane has read scales
 #pragma unroll
       for (int i = 0; i < kGroupColumns / 2; ++i) sum[0][i] = fmaf(part[i], factor[i / 2 % 2], sum[0][i]);
     };
