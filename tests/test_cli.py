@@ -161,6 +161,12 @@ def test_sanitize_reports_clean_kernels(capsys: pytest.CaptureFixture[str]) -> N
     assert "no faults found" in out
 
 
+def test_sanitize_tries_at_least_one_order(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["sanitize", "rms_norm", "--seeds", "0"])
+    assert "argument --seeds: 0, not 1 or more" in capsys.readouterr().err
+
+
 def test_sanitize_reports_a_fault(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

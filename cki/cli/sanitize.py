@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--device", choices=("sim", "cuda"), default="sim", help="default: sim")
     options = parser.parse_args(argv)
+    if options.seeds < 1:
+        parser.error(f"argument --seeds: {options.seeds}, not 1 or more")
     kernels = NAMES if "all" in options.kernel else tuple(dict.fromkeys(options.kernel))
     dtypes = tuple(options.dtype or ("f32", "f16", "bf16"))
     problems = [example for kernel in kernels for example in examples(kernel, dtypes)]
