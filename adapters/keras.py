@@ -344,6 +344,6 @@ class FusedEncoder(FusedEncoderLayer):
         hidden = found.arrays["wo"].shape[-1]
         if final_norm is not None:
             transfer.read_norm(found, final_norm, "final_gamma", "final_beta", hidden)
-        options = {"num_layers": len(layers), "final_norm": final_norm is not None, **options}
+        found.options |= {"num_layers": len(layers), "final_norm": final_norm is not None}
         stack: FusedEncoder = transfer.made(cls, found, hidden, options)
         return stack

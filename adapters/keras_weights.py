@@ -13,6 +13,10 @@ from cki.adapter import type_name
 from cki.errors import InvalidArgumentError, InvalidTypeError
 
 _ATTENTIONS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+#: Methods in which layers compute, which a subclass may have of its own.
+_COMPUTING = ("call", "_compute_attention", "_masked_softmax")
+#: Options that the weights decide.
+_DECIDED = {"num_heads", "head_dim", "num_kv_heads", "inner_dim", "use_bias", "num_layers", "epsilon"}
 
 
 @dataclass
@@ -39,6 +43,13 @@ def _require(layer: Any, kinds: tuple[Any, ...], argument: str) -> None:
     if not isinstance(layer, kinds):
         raise InvalidTypeError(
             f"{argument} is a {type_name(type(layer))}", hint=f"{argument} of type {names}"
+        )
+    kind = next(kind for kind in kinds if isinstance(layer, kind))
+    own = [n for n in _COMPUTING if getattr(type(layer), n, None) is not getattr(kind, n, None)]
+    if own:
+        raise InvalidArgumentError(
+            f"{argument} is a {type_name(type(layer))} with {' and '.join(own)} of its own",
+            hint=f"a {kind.__name__} with its weights, if that computes the same",
         )
     if not layer.built:
         raise InvalidArgumentError(
@@ -181,7 +192,14 @@ def made(cls: Any, found: Found, hidden: int, options: dict[str, Any]) -> Any:
         found.options["epsilon"] = epsilons[0]
     vectors = {"bq", "bo", "b1", "b2"}
     found.options["use_bias"] = bool(vectors & set(found.arrays))
-    layer = cls(**{**found.options, **options})
+    asked = {**found.options, **options}
+    for chosen in (found.options, asked):
+        chosen["num_kv_heads"] = chosen.get("num_kv_heads") or chosen["num_heads"]
+    for name in _DECIDED & found.options.keys():
+        if asked[name] != found.options[name]:
+            found.note(f"{name} is {asked[name]!r}, the layers given have {found.options[name]!r}")
+    _refuse(found, cls.__name__)
+    layer = cls(**asked)
     layer.build((None, None, hidden))
     for name, variable in layer.tensors.items():  # a bias that only some of the layers have
         if name in vectors and name not in found.arrays:

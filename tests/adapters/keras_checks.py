@@ -324,6 +324,33 @@ def refused(kind, said, function):
         function()
 
 
+def check_refusals_of_what_weights_decide():
+    """An option beside them would read the same weights as others, and a subclass computes what no weight says."""
+    block = KerasBlock()
+    block.output_norm.epsilon = 1e-4
+    for name, value, found in (
+        ("num_heads", 4, 2), ("head_dim", 8, 16), ("num_kv_heads", 1, 2), ("use_bias", False, True),
+        ("epsilon", 1e-3, 1e-4), ("inner_dim", 24, 48),
+    ):  # fmt: skip
+        said = f"{name} is {value}, the layers given have {found}"
+        make = functools.partial(FusedEncoderLayer.from_keras, *block.layers(), **{name: value})
+        refused(InvalidArgumentError, said, make)
+    fused = FusedEncoderLayer.from_keras(*block.layers(), num_heads=2, num_kv_heads=2)
+    said = "num_layers is 3, the layers given have 1"
+    refused(InvalidArgumentError, said, lambda: FusedEncoder.from_layers([fused], num_layers=3))
+
+    class Sharper(layers.MultiHeadAttention):
+        def _compute_attention(self, query, *others, **options):
+            return super()._compute_attention(3 * query, *others, **options)
+
+    sharper = Sharper(2, 16)
+    sharper.build((None, None, HIDDEN), (None, None, HIDDEN))
+    refused(
+        InvalidArgumentError, "Sharper with _compute_attention of its own",
+        lambda: FusedAttentionLayer.from_keras(sharper),
+    )  # fmt: skip
+
+
 def check_refusals():
     refused(
         InvalidArgumentError, "num_heads is 0, not an integer of 1 or more",
