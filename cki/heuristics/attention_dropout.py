@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cki.heuristics.attention_fp32 import Fp32Tiles
 from cki.heuristics.attention_hopper import HopperTiles
 
 #: Keys of a tile: a row's weights in a thread have a bit each in one register.
@@ -19,4 +20,6 @@ def tiles_with_dropout(tiles: HopperTiles, value_dim: int, packed: bool) -> Hopp
     """The choice without dropout, with registers left for random numbers: no third consumer, whose threads have 160,
     and with packed sequences fewer keys beside a wide output."""
     keys = 64 if packed and value_dim > 192 else _MOST_KEYS
+    if isinstance(tiles, Fp32Tiles) and value_dim > 64:
+        keys = 48
     return replace(tiles, consumers=min(tiles.consumers, 2), block_keys=min(tiles.block_keys, keys))

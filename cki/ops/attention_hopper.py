@@ -14,6 +14,7 @@ from cki import dtypes
 from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.attention import padded
+from cki.heuristics.attention_fp32 import Fp32Tiles
 from cki.heuristics.attention_hopper import (
     FEW_QUERIES,
     FEW_ROWS_KEYS,
@@ -31,6 +32,7 @@ from cki.heuristics.attention_hopper import (
 )
 from cki.kernel import kernel_spec
 from cki.operand import Operand, dense
+from cki.ops.attention_fp32 import PIECES_OF, fp32_obstacles, plan_split, preferred_fp32
 from cki.ops.merge import plan_merge_states
 from cki.ops.packed_sequences import PackedSequences
 from cki.plan import ArgumentValue, NullPointer, Step, TensorMapArg
@@ -44,7 +46,7 @@ _BOX_KEYS = 16
 COUNTER = ("attention_work_counter", 4)
 #: Those of results and their LSE of parts of the keys.
 PARTS, PART_LSES = "attention_parts", "attention_part_lses"
-_WORKSPACE = (COUNTER[0], PARTS, PART_LSES)
+_WORKSPACE = (COUNTER[0], PARTS, PART_LSES, *PIECES_OF)
 
 
 def hopper_obstacles(
@@ -96,14 +98,16 @@ def preferred(
     """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
+    if any(tensor is not None and _key_stride(tensor) not in (0, 1) for tensor in (bias, mask)):
+        return None
+    if q.dtype == dtypes.f32:
+        return None if any_length else preferred_fp32(q, k, v, (queries, keys), is_plain, device)
     is_few = queries <= FEW_QUERIES and keys >= FEW_ROWS_KEYS
     if (
         device.arch != _ARCH
         or hopper_obstacles(q, k, v, device)
         or (queries < MIN_QUERIES and not (is_few or any_length))
     ):
-        return None
-    if any(tensor is not None and _key_stride(tensor) not in (0, 1) for tensor in (bias, mask)):
         return None
     dims = padded(head_dim), padded(value_dim)
     if is_few:
@@ -126,6 +130,9 @@ def preferred_packed(
     any_length: bool, device: DeviceInfo,
 ) -> HopperTiles | None:  # fmt: skip
     """The same for packed sequences."""
+    if q.dtype == dtypes.f32:
+        lengths = packed.typical_queries, packed.mean_keys(k)
+        return None if any_length else preferred_fp32(q, k, v, lengths, is_plain, device, packed)
     has_many_keys = packed.mean_keys(k) >= FEW_ROWS_KEYS
     if hopper_obstacles(q, k, v, device, packed) or (
         packed.typical_queries < MIN_QUERIES and not (any_length or has_many_keys)
@@ -186,9 +193,11 @@ def plan_hopper(
     """The launches: a reset of the work counter for the dynamic schedule, and the kernel.
 
     features, arguments, descales: the constants and arguments that the generic kernel has too.
-    The dynamic schedule needs the workspace COUNTER.  UnsupportedError names every obstacle.
+    Before both fp32 is split into pieces.  The dynamic schedule needs the workspace COUNTER.  UnsupportedError names
+    every obstacle.
     """
-    obstacles = hopper_obstacles(q, k, v, device, packed)
+    is_fp32 = isinstance(tiles, Fp32Tiles)
+    obstacles = (fp32_obstacles if is_fp32 else hopper_obstacles)(q, k, v, device, packed)
     for name, tensor in (("bias", bias), ("mask", mask)):
         if tensor is not None and _key_stride(tensor) not in (0, 1):
             obstacles.append(f"{name} has stride {_key_stride(tensor)} along the keys, not 1 or 0")
@@ -230,8 +239,9 @@ def plan_hopper(
     order = row_blocks, head_tiles, *sections, work
     copies = tiles.block_keys // box_keys if is_paged else 0
     producer_registers, consumer_registers = tiles.register_shares(packed is not None)
+    file, entry = ("attention_fp32",) * 2 if is_fp32 else ("attention", "attention_hopper")
     kernel = kernel_spec(
-        "attention/hopper/attention.cu", "attention_hopper", _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
+        f"attention/hopper/{file}.cu", entry, _PARAMS, archs=(_ARCH,), max_registers=tiles.registers,
         **features, kHeadDim=key_columns, kValueDim=value_columns, kKeySpan=key_span(key_columns),
         kValueSpan=value_span(value_columns), kConsumers=tiles.consumers, kPackedHeads=tiles.heads,
         kCopyWarps=tiles.copying_warps(copies),
@@ -248,12 +258,17 @@ def plan_hopper(
     )  # fmt: skip
     is_dynamic = tiles.schedule == "dynamic"
     counter: ArgumentValue = dense(COUNTER[0], (1,), dtypes.u32) if is_dynamic else NullPointer()
-    key_box, value_box = key_span(key_columns) // itemsize, value_span(value_columns) // itemsize
-    maps = (
-        _tensor_map(q, GROUP_ROWS // tiles.heads, key_box, tiles.heads),
-        _tensor_map(k, box_keys, key_box),
-        _tensor_map(v, box_keys, value_box),
-    )
+    before: tuple[Step, ...] = ()
+    if isinstance(tiles, Fp32Tiles):
+        split, maps = plan_split(q, k, v, tiles)
+        before = (split,)
+    else:
+        key_box, value_box = key_span(key_columns) // itemsize, value_span(value_columns) // itemsize
+        maps = (
+            _tensor_map(q, GROUP_ROWS // tiles.heads, key_box, tiles.heads),
+            _tensor_map(k, box_keys, key_box),
+            _tensor_map(v, box_keys, value_box),
+        )
     step = Step(
         kernel, (blocks, 1, 1), (tiles.threads, 1, 1),
         (*maps, counter, *arguments, *order, _batches(k) - 1, _batches(v) - 1, parts, part_keys, *descales),
@@ -261,11 +276,12 @@ def plan_hopper(
         reason=f"wgmma and TMA, {tiles}",
     )  # fmt: skip
     if not is_dynamic:
-        return (step,)
+        return (*before, step)
     reset = kernel_spec(
         "attention/hopper/reset_counter.cu", "reset_counter", "P", archs=(_ARCH,), max_registers=32
     )
-    return Step(reset, (1, 1, 1), (32, 1, 1), (counter,), reason="counter of the dynamic schedule"), step
+    zero = Step(reset, (1, 1, 1), (32, 1, 1), (counter,), reason="counter of the dynamic schedule")
+    return *before, zero, step
 
 
 def key_parts(keys: int, tiles: HopperTiles) -> tuple[int, int]:
