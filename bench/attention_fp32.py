@@ -1,9 +1,10 @@
 """Attention of fp32 tensors: ours, and torch's SDPA by each backend that takes fp32, in one run.
 
-    python bench/attention_fp32.py                                   # 12 cells, about 25 s on an H200
+    python bench/attention_fp32.py                                   # 22 cells, about 30 s on an H200
     python bench/attention_fp32.py --dims 64 --tokens 512 2048
 
-16384 tokens of width 2048, full and causal.  torch's `math` (TF32 off) writes the matrix of logits; flash and cuDNN
+16384 tokens of width 2048, full and causal, and few tokens.  `cki` is the public function, `generic` the kernel on
+mma.sync, `wgmma` the Hopper kernel where it is not the choice.  torch's `math` (TF32 off) writes the matrix of logits; flash and cuDNN
 refuse fp32.  Each result is compared with float64 on some rows: `error` is the largest difference over the largest
 value.  Ours must keep the tests' bound.  All but `math` are replayed in turn; `over_cki` is a time over ours.
 
@@ -22,9 +23,14 @@ import common
 import gemm
 from attention import Shape
 
+from cki.device import cuda_device
+from cki.heuristics.attention import choose_tiles
+from cki.heuristics.attention_fp32 import MIN_QUERIES, choose_fp32_tiles
 from cki.ops.linear_fp32 import Fp32Tile
 
-DIMS, TOKENS = (64, 128), (512, 2048, 8192)
+DIMS, TOKENS = (64, 128), (128, 256, 512, 2048, 8192)
+#: Tiles for less than one round of an H200's SMs, and for few.
+SMALL = (Shape(4, 256, 16, 64, False, "f32"), Shape(1, 2048, 16, 128, True, "f32"))
 BACKENDS = ("efficient", "math")
 #: Rows, depth and columns of the product: a projection of the same tokens.
 PRODUCT = gemm.LinearProblem(16384, 2048, 2048, "", "f32", "out_in")
@@ -38,6 +44,19 @@ def cells(dims: Sequence[int], tokens: Sequence[int]) -> list[Shape]:
         for causal in (False, True)
         for n in tokens
     ]
+
+
+def our_calls(shape: Shape) -> dict[str, Callable[..., Any]]:
+    """The choice, and each of our kernels."""
+    import cupy
+
+    device = cuda_device(cupy.cuda.Device().id)
+    generic = choose_tiles(shape.tokens, shape.dim, shape.dim, 4, True, device)
+    calls = {"cki": attention.cki_call(shape), "generic": attention.cki_call(shape, generic)}
+    if shape.tokens < MIN_QUERIES:
+        tiles = choose_fp32_tiles(shape.tokens, shape.batch * shape.heads, shape.dim, True, device)
+        calls["wgmma"] = attention.cki_call(shape, tiles)
+    return calls
 
 
 def torch_call(shape: Shape, backend: str) -> Callable[..., Any]:
@@ -61,7 +80,7 @@ def error_of(shape: Shape, run: Callable[..., Any], inputs: Sequence[Any]) -> fl
     import torch
 
     last = shape.tokens
-    rows = sorted({*range(4), 127, 128, 300, last // 2, *range(last - 4, last)})
+    rows = sorted({*range(4), 63, 64, 100, last // 2, *range(last - 4, last)})
     q, k, v, out = inputs
     truth = attention.attend_rows(q, k, v, rows, shape.causal, torch.float64)
     result = run(q, k, v, out)[:, rows]
@@ -120,8 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     torch.backends.cuda.matmul.allow_tf32 = False
     rows: list[dict[str, object]] = []
-    for shape in cells(options.dims, options.tokens):
-        rows += measure(shape, {"cki": attention.cki_call(shape)}, options.rounds)
+    few = SMALL if options.tokens == TOKENS else ()
+    for shape in (*cells(options.dims, options.tokens), *few):
+        rows += measure(shape, our_calls(shape), options.rounds)
         print(f"measured {shape}", flush=True)
     common.write_csv("attention_fp32", rows + measure_product())
 
