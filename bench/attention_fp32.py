@@ -4,9 +4,10 @@
     python bench/attention_fp32.py --dims 64 --tokens 512 2048
 
 16384 tokens of width 2048, full and causal, and few tokens.  `cki` is the public function, `generic` the kernel on
-mma.sync, `wgmma` the Hopper kernel where it is not the choice.  torch's `math` (TF32 off) writes the matrix of logits; flash and cuDNN
-refuse fp32.  Each result is compared with float64 on some rows: `error` is the largest difference over the largest
-value.  Ours must keep the tests' bound.  All but `math` are replayed in turn; `over_cki` is a time over ours.
+mma.sync, `wgmma` the Hopper kernel where it is not the choice.  torch's `math` (TF32 off) writes the matrix of logits;
+flash and cuDNN refuse fp32.  Each result is compared with float64 on some rows: `error` is the largest difference over
+the largest value.  Ours must keep the tests' bound.  All but `math` are replayed in turn; `over_cki` is a time over
+ours.
 
 The last row is a product of fp32 matrices by `cki.linear`, 3xTF32 by wgmma: the rate at which tensor cores compute
 in fp32's accuracy where operands lie as tf32 wgmma wants them.  Writes results/attention_fp32.csv.
