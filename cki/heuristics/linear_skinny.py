@@ -103,15 +103,17 @@ def _with_splits(
     return tuple(SkinnyTile(block_m, block_n, warps_n, warps_k, stages, split) for split in (1, 2, 4, 8))
 
 
+#: Of weights [N, K] alone: along N its launches take up to 40 % longer when the next begins as late as it should.
+ALONG_K_TILE = SkinnyTile(16, 64, 1, 4, 7, 2)
 #: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
-    *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
+    ALONG_K_TILE, *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
     *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
     SkinnyTile(32, 64, 2, 2, 4),
     *_with_splits(64, 64, 2, 2, 6), *_with_splits(64, 128, 2, 2, 4), *_with_splits(64, 256, 4, 2, 5),
     SkinnyTile(64, 64, 2, 2, 3),
-    SkinnyTile(16, 64, 1, 4, 5, own_rings=True), SkinnyTile(16, 96, 1, 4, 4, own_rings=True),
+    SkinnyTile(16, 64, 1, 4, 5, own_rings=True),
 )  # fmt: skip
 #: Stages of a ring of a warp's own, from which on the next launch should begin before the last copies.
 _LONG_RING = 32
@@ -146,22 +148,27 @@ def side_by_side(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) 
     return 2 * across * down <= blocks_together(tile, device) * max(device.sm_count, 1)
 
 
-def _launched(tile: SkinnyTile, rows: int, columns: int, stages: int, device: DeviceInfo) -> SkinnyTile:
+def _launched(
+    tile: SkinnyTile, rows: int, columns: int, stages: int, device: DeviceInfo, *, along_n: bool
+) -> SkinnyTile:
     """The tile with how its launches overlap, as measured.
 
     The next launch should begin when this one's copies end.  With several blocks an SM it must while all of them still
     run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096).  Launches that
     lie beside each other may ask for three times as much ahead; of a long weight [N, K] (14336 x 4096) they took
     28.8 us when begun four copies before the end, 31.8 at the end; of a short one 9.4 at the end, 10.2 before.
+    Two blocks an SM: along N two stages asked for ahead, two copies before the end, are best (13.5 us; four before
+    14.2, at the end 18); along K those take up to 19 us in some replays, four and four do not.
     stages: along K.
     """
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
     if tile.own_rings:
-        ahead = 12 if tile.block_n <= 64 else 8  # as many bytes
-        return replace(tile, ahead=ahead, left=4 if stages > _LONG_RING * tile.warps_k else 0)
+        return replace(tile, ahead=12, left=4 if stages > _LONG_RING * tile.warps_k else 0)
     across, down, _ = skinny_blocks(tile, rows, columns)
-    return replace(tile, ahead=4, left=0) if across * down <= device.sm_count else replace(tile, left=4)
+    if across * down <= device.sm_count:
+        return replace(tile, ahead=4, left=0)
+    return replace(tile, ahead=2, left=2) if along_n else replace(tile, ahead=4, left=4)
 
 
 def predicted_time(
@@ -207,9 +214,10 @@ def choose_skinny_tile(
     """
     stages = -(-depth * itemsize // STAGE_ROW_BYTES)
     found = [
-        _launched(tile, rows, columns, stages, device)
+        _launched(tile, rows, columns, stages, device, along_n=along_n)
         for tile in among
         if fits(tile, itemsize, device, along_n=along_n)
+        and not (tile == ALONG_K_TILE and along_n)
         and not (tile.own_rings and (itemsize > 2 or not side_by_side(tile, rows, columns, device)))
     ]
     lowest = min((tile.block_m for tile in found if tile.block_m >= rows), default=MAX_ROWS)
