@@ -117,8 +117,8 @@ class Kernel:
         Raises InvalidTypeError, InvalidArgumentError or DeviceError with everything that is wrong, before any launch.
         """
         if not (grid.__class__ is block.__class__ is smem.__class__ is cluster.__class__ is int):
-            grid, block, cluster = _triple("grid", grid), _triple("block", block), _triple("cluster", cluster)
-            smem = _shared_bytes(smem)
+            grid, block, cluster = triple("grid", grid), triple("block", block), triple("cluster", cluster)
+            smem = shared_bytes(smem)
         if cooperative.__class__ is not bool:
             raise InvalidTypeError(f"cooperative is {cooperative!r}, not a bool")
         geometry = grid, block, smem, cluster, cooperative
@@ -246,9 +246,9 @@ class Kernel:
     def _executable(self, kind: _Kind, given: _Geometry) -> Executable:
         """The launch of this geometry on arguments of this kind; kinds share it where it does not depend on tensors."""
         grid, block, cluster = (
-            _triple("grid", given[0]),
-            _triple("block", given[1]),
-            _triple("cluster", given[3]),
+            triple("grid", given[0]),
+            triple("block", given[1]),
+            triple("cluster", given[3]),
         )
         key = grid, block, given[2], cluster, given[4], kind.device, kind.maps, kind.extents
         executable = self._executables.get(key)
@@ -277,7 +277,8 @@ class Kernel:
         return executable
 
 
-def _triple(name: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
+def triple(name: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
+    """A grid, block or cluster as three extents.  InvalidTypeError or InvalidArgumentError for what is none."""
     if type(sizes) is int:
         return sizes, 1, 1
     if type(sizes) is tuple and 1 <= len(sizes) <= 3:
@@ -296,7 +297,8 @@ def _triple(name: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _shared_bytes(smem: object) -> int:
+def shared_bytes(smem: object) -> int:
+    """Dynamic shared memory.  InvalidTypeError for what is no integer."""
     if not _is_integer(smem):
         raise InvalidTypeError(f"smem is {smem!r}, not an integer", hint="dynamic shared memory in bytes")
     return int(smem)

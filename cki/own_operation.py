@@ -32,6 +32,7 @@ from cki.dtypes import DType
 from cki.errors import CkiError, InvalidArgumentError, InvalidTypeError
 from cki.kernel import KernelSpec
 from cki.load_arguments import TensorMap, map_argument, number_word
+from cki.loader import shared_bytes, triple
 from cki.operand import Operand
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
@@ -46,13 +47,13 @@ class LaunchRule:
     """What a rule returns for tensors of certain shapes.
 
     outputs: (shape, dtype) by the name of the pointer parameter, in the order in which they are returned; dtype as
-    `cki.dtypes` has it, or its name.  grid, cluster: blocks, and block: threads, an int or up to three.  numbers: of
-    parameters that follow from shapes; for a TensorMap parameter a `cki.TensorMap` of an input.  smem: dynamic shared
-    memory in bytes.  strided: the kernel reads inputs by the strides that its rule tells it; else all are row-major
-    without gaps, and others are refused.
+    `cki.dtypes` or NumPy has it, or its name.  grid, cluster: blocks, and block: threads, an int or up to three.
+    numbers: of parameters that follow from shapes; for a TensorMap parameter a `cki.TensorMap` of an input.  smem:
+    dynamic shared memory in bytes.  strided: the kernel reads inputs by the strides that its rule tells it; else all
+    are row-major without gaps, and others are refused.
     """
 
-    outputs: Mapping[str, tuple[Sequence[int], DType | str]]
+    outputs: Mapping[str, tuple[Sequence[int], Any]]
     grid: int | Sequence[int]
     block: int | Sequence[int]
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -187,6 +188,11 @@ class OwnOperation:
         if not isinstance(rule, LaunchRule):
             problem.reject_type(f"its rule returns {rule!r}", "a cki.LaunchRule")
             return
+        for name in ("outputs", "numbers"):
+            if not isinstance(getattr(rule, name), Mapping):
+                problem.reject_type(f"its rule gives {name} as {getattr(rule, name)!r}", f"{name} by name")
+        if problem.violations:
+            return
         self._check_rule(problem, rule)
 
     def _check_rule(self, problem: Problem, rule: LaunchRule) -> None:
@@ -252,11 +258,12 @@ class OwnOperation:
         rule = self._apply(problem)
         arguments = tuple(self._argument(p, problem, outputs, rule) for p in self._parameters)
         kernel = self._kernel
+        grid, block, cluster = (triple(name, getattr(rule, name)) for name in ("grid", "block", "cluster"))
         letters = "".join(p.letter for p in self._parameters)
         spec = KernelSpec(kernel.source, kernel.entry, kernel.constants, letters, kernel.archs)
         return Plan((
-            Step(spec, _triple(rule.grid), _triple(rule.block), arguments, rule.smem, _triple(rule.cluster),
-                 rule.cooperative, reason="launched by the user's rule"),
+            Step(spec, grid, block, arguments, shared_bytes(rule.smem), cluster, rule.cooperative,
+                 reason="launched by the user's rule"),
         ))  # fmt: skip
 
     def _argument(
@@ -298,10 +305,8 @@ def _is_extent(given: Any) -> bool:
     return hasattr(given, "node")  # a size that torch traces as a symbol
 
 
-def _dtype(given: DType | str) -> DType:
-    return given if isinstance(given, DType) else dtypes.from_name(given)
-
-
-def _triple(sizes: int | Sequence[int]) -> tuple[int, int, int]:
-    x, y, z = (*((sizes,) if isinstance(sizes, int) else sizes), 1, 1)[:3]
-    return int(x), int(y), int(z)
+def _dtype(given: Any) -> DType:
+    if isinstance(given, DType):
+        return given
+    is_numpy = isinstance(given, (type, np.dtype))
+    return dtypes.from_numpy(given) if is_numpy else dtypes.from_name(given)

@@ -135,6 +135,26 @@ def test_a_call_that_does_not_fit_says_everything(scale):
             "its rule gives m",
         ),
         (lambda x, factor: 1 / 0, "its rule fails for x of shape .*ZeroDivisionError"),
+        (lambda x, factor: cki.LaunchRule([(x.shape, x.dtype)], 1, 32), "its rule gives outputs as "),
+        (
+            lambda x, factor: cki.LaunchRule({"y": (x.shape, x.dtype)}, 1, 32, [4]),
+            "its rule gives numbers as ",
+        ),
+        *(
+            (
+                lambda x, factor, sizes=sizes: cki.LaunchRule(
+                    {"y": (x.shape, x.dtype)}, numbers={"n": 4}, **{"grid": 1, "block": 32, **sizes}
+                ),
+                said,
+            )
+            for sizes, said in (
+                ({"grid": 1.5}, "grid is 1.5, not one to three integers"),
+                ({"grid": (1.5, 1)}, r"grid is \(1.5, 1\), not"),
+                ({"block": (1, 1, 1, 32)}, r"block is \(1, 1, 1, 32\), not"),
+                ({"cluster": True}, "cluster is True, not"),
+                ({"smem": 1.5}, "smem is 1.5, not an integer"),
+            )
+        ),
     ],
 )
 def test_rules_that_do_not_fit_the_kernel(wrong, said):
@@ -177,7 +197,9 @@ def test_outputs_that_are_no_pairs_are_refused():
 
 def test_numpy_s_integers_are_sizes(scale):
     made = cki.load(SCALE).operation(
-        lambda x, *, factor: cki.LaunchRule({"y": (np.array([2, 3]), "f32")}, 1, 256, {"n": x.size})
+        lambda x, *, factor: cki.LaunchRule(
+            {"y": (np.array([2, 3]), np.float32)}, np.int64(1), np.array([256]), {"n": np.int64(x.size)}
+        )
     )
     with cki.device("sim"):
         assert made(np.ones((2, 3), np.float32), factor=2.0).tolist() == [[2.0] * 3] * 2
