@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cki.device import DeviceInfo
 from cki.operand import Operand
@@ -87,7 +88,7 @@ class RowConfig:
         """Registers a thread may use so that `min_blocks` blocks fit an SM (they are given out by eights)."""
         return min(255, _REGISTERS_PER_SM // (self.threads * self.min_blocks) // 8 * 8)
 
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """What a kernel of rows is specialised by: one that holds no row in registers by three numbers only."""
         found = {
             "kThreadsPerRow": self.threads_per_row, "kVectorSize": self.size, "kMinBlocks": self.min_blocks,
@@ -98,6 +99,11 @@ class RowConfig:
                 "kFullRow": self.full_row,
             }  # fmt: skip
         return found
+
+    def reason(self, rows: int, width: int) -> str:
+        """What a launch says of itself."""
+        threads = f"{self.threads_per_row} threads a row"
+        return f"{self.name}: {rows} rows of {width}, {self.size} elements an access, {threads}"
 
     def grid(self, rows: int, device: DeviceInfo) -> int:
         """Number of blocks."""

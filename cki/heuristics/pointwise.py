@@ -8,6 +8,7 @@ threads an SM, which is 64 KB or more an SM.  Problems of a few rows take one ac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cki.device import DeviceInfo
 
@@ -52,12 +53,19 @@ class TileConfig:
         """Registers a thread may use so that `min_blocks` blocks fit an SM (they are given out by eights)."""
         return min(255, 65536 // (self.threads * self.min_blocks) // 8 * 8)
 
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """What the kernel is specialised by."""
         return {
             "kVectorSize": self.size, "kThreadsPerRow": self.threads_per_row, "kRowsPerBlock": self.rows_per_block,
             "kVectorsPerThread": self.vectors_per_thread, "kFullTiles": self.full_tiles, "kMinBlocks": self.min_blocks,
         }  # fmt: skip
+
+    def reason(self, rows: int, width: int) -> str:
+        """What a launch says of itself."""
+        return (
+            f"{rows} rows of {width}, {self.vectors_per_thread} x {self.size} elements a thread, "
+            f"{self.threads_per_row} threads a row"
+        )
 
     def grid(self, rows: int, width: int) -> tuple[int, int, int]:
         """Blocks: groups of rows, tiles of a row (a block takes several where there are more than the axis holds)."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cki import dtypes
 from cki.operand import Operand
-from cki.ops.pointwise_dropout import threshold_of
+from cki.ops.pointwise_dropout import check_counter, threshold_of
 from cki.ops.spec import Input, Problem
 from cki.plan import ArgumentValue, NullPointer
 
-_COUNTERS = (dtypes.i64, dtypes.u64)
 DROPOUT_INPUTS = (Input("dropout_seed", optional=True), Input("dropout_offset", optional=True))
 #: The kernel's last parameters where nothing is dropped.
 NO_DROPOUT: tuple[ArgumentValue, ...] = (NullPointer(), NullPointer(), 0, 1.0)
@@ -40,14 +38,9 @@ def check_dropout(problem: Problem) -> None:
     if not 0 <= p < 1:
         problem.reject(f"dropout_p is {p}", "dropout_p from 0 to below 1")
     for name in ("dropout_seed", "dropout_offset"):
-        tensor = problem.get(name)
-        if tensor is None:
-            if p:
-                problem.reject(
-                    f"dropout_p is {p} without {name}", f"{name}: one int64 or uint64 in device memory"
-                )
-            continue
-        if tensor.dtype not in _COUNTERS:
-            problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of int64 or uint64")
-        if tensor.size != 1:
-            problem.reject(f"{name} has shape {tensor.shape}", f"{name} of one element")
+        if problem.get(name) is not None:
+            check_counter(problem, name)
+        elif p:
+            problem.reject(
+                f"dropout_p is {p} without {name}", f"{name}: one int64 or uint64 in device memory"
+            )

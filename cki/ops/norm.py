@@ -19,7 +19,7 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.heuristics.norm import MAX_WIDTH, RowConfig, RowShape, candidates, choose, vector_size
 from cki.heuristics.rows import last_stride, row_arguments, row_batches
-from cki.kernel import ConstantValue, KernelSpec
+from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.ops.call import call
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
@@ -182,11 +182,7 @@ def _plan(
             *pointers[:2], *(w or NullPointer() for w in weights), *pointers[2:],
             batch.rows, x.shape[-1], *batch.extents[1:], *strides, *(last_stride(w) for w in weights), *numbers,
         )  # fmt: skip
-        reason = (
-            f"{chosen.name}: {batch.rows} rows of {shape.width}, {chosen.size} elements an access, "
-            f"{chosen.threads_per_row} threads a row"
-        )
-        grid = (chosen.grid(batch.rows, device), 1, 1)
+        grid, reason = (chosen.grid(batch.rows, device), 1, 1), chosen.reason(batch.rows, shape.width)
         steps.append(Step(kernel, grid, (chosen.threads, 1, 1), arguments, reason=reason))
     return tuple(steps)
 
@@ -196,7 +192,7 @@ def norm_kernel(
     row_axes: int, stepped: bool,
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration.  op: "layer_norm" (weights: of weight and bias) or "rms_norm" (of weight)."""
-    constants: dict[str, ConstantValue] = {
+    constants: dict[str, Any] = {
         "Element": dtype, "Weight": weights[0] or dtype, "kHasWeight": weights[0] is not None,
         "kHasResidual": residual, "kNormalizeRounded": residual and normalize == "rounded", "kRowAxes": row_axes,
         "kStepped": stepped, **config.constants(),
@@ -211,9 +207,7 @@ def norm_kernel(
     name = f"{op}_long" if long else op
     pointers, steps, numbers = ("PPPPPP", "qq", "f") if op == "layer_norm" else ("PPPPP", "q", "ff")
     params = pointers + "iiii" + "q" * 16 + steps + numbers
-    return KernelSpec(
-        f"norm/{name}.cu", name, tuple(sorted(constants.items())), params, max_registers=config.max_registers
-    )
+    return kernel_spec(f"norm/{name}.cu", name, params, max_registers=config.max_registers, **constants)
 
 
 def _plan_layer_norm(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:

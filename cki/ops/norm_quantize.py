@@ -17,7 +17,7 @@ from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.norm import RowConfig, RowShape, candidates, vector_size
 from cki.heuristics.rows import is_stepped, last_stride, row_arguments, row_batches
-from cki.kernel import ConstantValue, KernelSpec
+from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.norm import Normalize, check_norm, check_rms_norm
@@ -124,7 +124,7 @@ def plan_norm_quantize(
             *batch.extents[1:], *strides, *(last_stride(w) for w in weights), eps, weight_offset,
         )  # fmt: skip
         grid = (-(-batch.rows // chosen.rows_per_block), 1, 1)
-        reason = f"{chosen.name}: {batch.rows} rows of {width}, {chosen.threads_per_row} threads a row"
+        reason = chosen.reason(batch.rows, width)
         steps.append(Step(kernel, grid, (chosen.threads, 1, 1), arguments, reason=reason))
     return tuple(steps)
 
@@ -170,16 +170,12 @@ def norm_quantize_kernel(
 ) -> KernelSpec:  # fmt: skip
     """The kernel of one configuration."""
     weight, bias = weights
-    constants: dict[str, ConstantValue] = {
-        "Element": dtype, "Weight": dtype if weight is None else weight.dtype,
-        "Bias": dtype if bias is None else bias.dtype, "kHasWeight": weight is not None, "kHasBias": bias is not None,
-        "kCentred": centred, "kBlockScales": blocks, "kHasResidual": residual,
-        "kNormalizeRounded": residual and normalize == "rounded", "kRowAxes": row_axes, "kStepped": stepped,
-        "kOverlaps": False, **config.constants(),
-    }  # fmt: skip
-    return KernelSpec(
-        "norm/norm_quantize.cu", "norm_quantize", tuple(sorted(constants.items())), _PARAMS, E4M3_ARCHS,
-        config.max_registers,
+    return kernel_spec(
+        "norm/norm_quantize.cu", "norm_quantize", _PARAMS, archs=E4M3_ARCHS, max_registers=config.max_registers,
+        Element=dtype, Weight=dtype if weight is None else weight.dtype, Bias=dtype if bias is None else bias.dtype,
+        kHasWeight=weight is not None, kHasBias=bias is not None, kCentred=centred, kBlockScales=blocks,
+        kHasResidual=residual, kNormalizeRounded=residual and normalize == "rounded", kRowAxes=row_axes,
+        kStepped=stepped, kOverlaps=False, **config.constants(),
     )  # fmt: skip
 
 

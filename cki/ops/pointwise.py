@@ -17,7 +17,7 @@ from cki.dtypes import DType
 from cki.heuristics.norm import vector_size
 from cki.heuristics.pointwise import ACTIVATIONS, LAYOUTS, MAX_WIDTH, TileConfig, tile_config
 from cki.heuristics.rows import is_stepped, last_stride, row_arguments, row_batches
-from cki.kernel import ConstantValue, KernelSpec
+from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.pointwise_rules import FLOATS, check_floats, check_like, check_rows, check_vector
@@ -131,7 +131,7 @@ def plan_gated_activation(
         )  # fmt: skip
         steps.append(Step(
             kernel, chosen.grid(batch.rows, width), (chosen.threads, 1, 1), arguments,
-            reason=_reason(batch.rows, width, chosen),
+            reason=chosen.reason(batch.rows, width),
         ))  # fmt: skip
     return tuple(steps)
 
@@ -164,34 +164,20 @@ def plan_bias_activation(
         )  # fmt: skip
         steps.append(Step(
             kernel, chosen.grid(batch.rows, width), (chosen.threads, 1, 1), arguments,
-            reason=_reason(batch.rows, width, chosen),
+            reason=chosen.reason(batch.rows, width),
         ))  # fmt: skip
     return tuple(steps)
 
 
-def _reason(rows: int, width: int, config: TileConfig) -> str:
-    return (
-        f"{rows} rows of {width}, {config.vectors_per_thread} x {config.size} elements a thread, "
-        f"{config.threads_per_row} threads a row"
-    )
-
-
 def _kernel(
     entry: str, params: str, config: TileConfig, dtype: DType, bias: Operand | None, activation: str | None, *,
-    row_axes: int, stepped: bool, **extra: ConstantValue,
+    row_axes: int, stepped: bool, **extra: Any,
 ) -> KernelSpec:  # fmt: skip
-    constants: dict[str, ConstantValue] = {
-        "Element": dtype, "Bias": dtype if bias is None else bias.dtype, "kHasBias": bias is not None,
-        "kActivation": ACTIVATIONS[activation], "kRowAxes": row_axes, "kStepped": stepped,
-        **config.constants(), **extra,
-    }  # fmt: skip
-    return KernelSpec(
-        f"pointwise/{entry}.cu",
-        entry,
-        tuple(sorted(constants.items())),
-        params,
-        max_registers=config.max_registers,
-    )
+    return kernel_spec(
+        f"pointwise/{entry}.cu", entry, params, max_registers=config.max_registers, Element=dtype,
+        Bias=dtype if bias is None else bias.dtype, kHasBias=bias is not None, kActivation=ACTIVATIONS[activation],
+        kRowAxes=row_axes, kStepped=stepped, **config.constants(), **extra,
+    )  # fmt: skip
 
 
 def _plan_gated(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:

@@ -14,14 +14,13 @@ from cki.dtypes import DType
 from cki.heuristics.norm import vector_size
 from cki.heuristics.pointwise import MAX_WIDTH, TileConfig, tile_config
 from cki.heuristics.rows import is_stepped, row_arguments, row_batches
-from cki.kernel import ConstantValue, KernelSpec
+from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.pointwise_rules import FLOATS, check_floats, check_like, check_rows
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec, Problem
 from cki.plan import Plan, Step
 
-_COUNTERS = (dtypes.i64, dtypes.u64)
 _PARAMS = "PPPPP" + "iiii" + "q" * 12 + "qqqq" + "If"
 
 
@@ -52,12 +51,17 @@ def _check(problem: Problem) -> None:
     check_like(problem, "residual", x)
     if not 0 <= p < 1:
         problem.reject(f"p is {p}", "p from 0 to below 1")
-    for name in ("seed", "offset"):
-        tensor = problem[name]
-        if tensor.dtype not in _COUNTERS:
-            problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of int64 or uint64")
-        if tensor.size != 1:
-            problem.reject(f"{name} has shape {tensor.shape}", f"{name} of one element")
+    check_counter(problem, "seed")
+    check_counter(problem, "offset")
+
+
+def check_counter(problem: Problem, name: str) -> None:
+    """A seed or an offset: one integer of 64 bits, in device memory."""
+    tensor = problem[name]
+    if tensor.dtype not in (dtypes.i64, dtypes.u64):
+        problem.reject_type(f"{name} is {tensor.dtype}", f"{name} of int64 or uint64")
+    if tensor.size != 1:
+        problem.reject(f"{name} has shape {tensor.shape}", f"{name} of one element")
 
 
 def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
@@ -94,22 +98,15 @@ def plan_dropout_add(
             *pointers, seed, offset, batch.rows, width, *batch.extents[1:], *strides, *batch.strides[-1],
             batch.offsets[-1], threshold_of(p), 1.0 / (1.0 - p),
         )  # fmt: skip
-        reason = (
-            f"{batch.rows} rows of {width}, {chosen.vectors_per_thread} x {size} elements a thread, "
-            f"{chosen.threads_per_row} threads a row"
-        )
-        grid = chosen.grid(batch.rows, width)
+        grid, reason = chosen.grid(batch.rows, width), chosen.reason(batch.rows, width)
         steps.append(Step(kernel, grid, (chosen.threads, 1, 1), arguments, reason=reason))
     return tuple(steps)
 
 
 def _kernel(dtype: DType, config: TileConfig, *, residual: bool, row_axes: int, stepped: bool) -> KernelSpec:
-    constants: dict[str, ConstantValue] = {
-        "Element": dtype, "kHasResidual": residual, "kRowAxes": row_axes, "kStepped": stepped, **config.constants(),
-    }  # fmt: skip
-    return KernelSpec(
-        "pointwise/dropout_add.cu", "dropout_add", tuple(sorted(constants.items())), _PARAMS,
-        max_registers=config.max_registers,
+    return kernel_spec(
+        "pointwise/dropout_add.cu", "dropout_add", _PARAMS, max_registers=config.max_registers, Element=dtype,
+        kHasResidual=residual, kRowAxes=row_axes, kStepped=stepped, **config.constants(),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from cki.heuristics.norm import MAX_WIDTH as MAX_ROW_WIDTH
 from cki.heuristics.norm import RowConfig, RowShape, choose, vector_size
 from cki.heuristics.pointwise import MAX_WIDTH, TileConfig, tile_config
 from cki.heuristics.rows import is_stepped, row_arguments, row_batches
-from cki.kernel import ARCHITECTURES, ConstantValue, KernelSpec
+from cki.kernel import ARCHITECTURES, KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.pointwise_rules import FLOATS, check_floats, check_rows
@@ -130,7 +130,7 @@ def plan_quantize_fp8(
             chosen = config if isinstance(config, RowConfig) else choose(rows, device)
             kernel = rows_kernel(x.dtype, chosen, row_axes=batch.axes, stepped=is_stepped(x, codes))
             grid = (-(-batch.rows // chosen.rows_per_block), 1, 1)
-            reason = f"{chosen.name}: {batch.rows} rows of {width}, {chosen.threads_per_row} threads a row"
+            reason = chosen.reason(batch.rows, width)
             steps.append(Step(kernel, grid, (chosen.threads, 1, 1), arguments, reason=reason))
             continue
         vector = 16 // x.dtype.itemsize
@@ -141,7 +141,7 @@ def plan_quantize_fp8(
         kernel = tiles_kernel(
             x.dtype, tiles, given_scale=granularity == "tensor", row_axes=batch.axes, vectors=size == vector
         )
-        reason = f"{batch.rows} rows of {width}, {tiles.vectors_per_thread} x {vector} elements a thread"
+        reason = tiles.reason(batch.rows, width)
         steps.append(
             Step(kernel, tiles.grid(batch.rows, width), (tiles.threads, 1, 1), arguments, reason=reason)
         )
@@ -150,28 +150,25 @@ def plan_quantize_fp8(
 
 def rows_kernel(dtype: DType, config: RowConfig, *, row_axes: int, stepped: bool) -> KernelSpec:
     """The kernel of a scale a row."""
-    constants: dict[str, ConstantValue] = {
-        "Element": dtype, "kRowAxes": row_axes, "kStepped": stepped, **config.constants(),
-    }  # fmt: skip
     name = "quantize_fp8_rows" if config.vectors_per_thread else "quantize_fp8_rows_long"
-    return _kernel(name, constants, config.max_registers)
+    return _kernel(name, dtype, config, kRowAxes=row_axes, kStepped=stepped)
 
 
 def tiles_kernel(
     dtype: DType, config: TileConfig, *, given_scale: bool, row_axes: int, vectors: bool
 ) -> KernelSpec:
     """The kernel of a scale for 128 neighbours, or of a given one."""
-    constants: dict[str, ConstantValue] = {
-        "Element": dtype, "kRowAxes": row_axes, "kStepped": not vectors, "kVectorAccess": vectors,
-        "kGivenScale": given_scale, "kOverlaps": False, **config.constants(),
-    }  # fmt: skip
-    return _kernel("quantize_fp8", constants, config.max_registers)
+    return _kernel(
+        "quantize_fp8", dtype, config, kRowAxes=row_axes, kStepped=not vectors, kVectorAccess=vectors,
+        kGivenScale=given_scale, kOverlaps=False,
+    )  # fmt: skip
 
 
-def _kernel(name: str, constants: Mapping[str, ConstantValue], max_registers: int) -> KernelSpec:
-    return KernelSpec(
-        f"pointwise/{name}.cu", name, tuple(sorted(constants.items())), _PARAMS, E4M3_ARCHS, max_registers
-    )
+def _kernel(name: str, dtype: DType, config: RowConfig | TileConfig, **constants: Any) -> KernelSpec:
+    return kernel_spec(
+        f"pointwise/{name}.cu", name, _PARAMS, archs=E4M3_ARCHS, max_registers=config.max_registers, Element=dtype,
+        **constants, **config.constants(),
+    )  # fmt: skip
 
 
 def _plan(problem: Problem, outputs: Mapping[str, Operand], device: DeviceInfo) -> Plan:

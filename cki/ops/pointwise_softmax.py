@@ -11,7 +11,7 @@ from cki.device import DeviceInfo, sim_device
 from cki.dtypes import DType
 from cki.heuristics.norm import MAX_WIDTH, RowConfig, RowShape, choose, vector_size
 from cki.heuristics.rows import is_stepped, row_arguments, row_batches
-from cki.kernel import ConstantValue, KernelSpec
+from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.call import call
 from cki.ops.pointwise_rules import FLOATS, broadcast_to, check_floats, check_rows
@@ -77,7 +77,7 @@ def plan_softmax(
         pointers, strides = row_arguments([x, keep, y], batch)
         arguments = (*pointers, batch.rows, width, *batch.extents[1:], *strides, scale * _LOG2_E)
         grid = (-(-batch.rows // chosen.rows_per_block), 1, 1)
-        reason = f"{chosen.name}: {batch.rows} rows of {width}, {chosen.threads_per_row} threads a row"
+        reason = chosen.reason(batch.rows, width)
         steps.append(Step(kernel, grid, (chosen.threads, 1, 1), arguments, reason=reason))
     return tuple(steps)
 
@@ -86,14 +86,11 @@ def softmax_kernel(
     dtype: DType, config: RowConfig, *, mask: bool, vector_mask: bool, row_axes: int, stepped: bool
 ) -> KernelSpec:
     """The kernel of one configuration."""
-    constants: dict[str, ConstantValue] = {
-        "Element": dtype, "kHasMask": mask, "kVectorMask": vector_mask, "kRowAxes": row_axes, "kStepped": stepped,
-        **config.constants(),
-    }  # fmt: skip
     name = "softmax" if config.vectors_per_thread else "softmax_long"
-    return KernelSpec(
-        f"pointwise/{name}.cu", name, tuple(sorted(constants.items())), "PPP" + "iiii" + "q" * 12 + "f",
-        max_registers=config.max_registers,
+    return kernel_spec(
+        f"pointwise/{name}.cu", name, "PPP" + "iiii" + "q" * 12 + "f", max_registers=config.max_registers,
+        Element=dtype, kHasMask=mask, kVectorMask=vector_mask, kRowAxes=row_axes, kStepped=stepped,
+        **config.constants(),
     )  # fmt: skip
 
 
