@@ -39,13 +39,14 @@ def distance_from_torch(model: DecoderModel, sequences: Sequence[int]) -> tuple[
     import torch
 
     exact = torch_step(model, sequences, tokens, torch.float32).double()
-    names = {step.kernel.entry for step in model.plan(model.decode_shape(len(sequences))).steps}
+    kernels = [step.kernel for step in model.plan(model.decode_shape(len(sequences))).steps]
+    is_w8a8 = any(k.entry == "linear_fp8" or dict(k.constants).get("kTwoParts") is False for k in kernels)
     plain = torch_step(
         model,
         sequences,
         tokens,
         found_type(model),
-        w8a8="linear_fp8" in names,
+        w8a8=is_w8a8,
         stores_codes=model.cache.dtype.name == "e4m3",
     ).double()
 

@@ -124,9 +124,13 @@ def parts(plan: Plan) -> Iterator[tuple[str, list[Step]]]:
     of_layers = [number for number, step in enumerate(plan.steps) if any(map(_LAYER.match, slots(step)))]
     layers = len({_LAYER.match(slot)[0] for step in plan.steps for slot in slots(step) if _LAYER.match(slot)})  # type: ignore[index]
     first = of_layers[0]
-    end = next(number for number, step in enumerate(plan.steps) if "final_norm" in slots(step))
+    end = of_layers[-1] + 1
     count, rest = divmod(end - first, layers)
-    assert rest == 0, "layers differ in their launches"
+    first += rest  # what the first layer begins with
+    entries = [step.kernel.entry for step in plan.steps]
+    assert entries[first + count : end - count] == entries[first + 2 * count : end], (
+        "layers differ in their launches"
+    )
     for number in range(first):
         yield f"a{number}", [plan.steps[number]]
     for number in range(count):
@@ -155,7 +159,11 @@ def read_bytes(step: Step, tokens: int, model: DecoderModel) -> int:
     weights = dict(model.weights.items())
     total = 0
     for operand in operands(step):
-        if operand.slot in weights and operand.slot not in ("embed", "cos_sin"):
+        if (
+            operand.slot in weights
+            and operand.slot not in ("embed", "cos_sin")
+            and "seq_lens" not in slots(step)
+        ):
             total += operand.size * operand.dtype.itemsize
         elif operand.slot.endswith(("k_cache", "v_cache")) and "seq_lens" in slots(step):
             c = model.config

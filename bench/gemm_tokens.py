@@ -1,4 +1,4 @@
-"""A decoder's products of few tokens on Hopper, each alone: `linear_tokens` and `linear_decode`.
+"""A decoder's products of few tokens on Hopper, each alone, by `linear_decode`.
 
     python bench/gemm_tokens.py                              # Qwen3-8B's four products of a layer, 1 to 16 tokens
     python bench/gemm_tokens.py --tokens 8 --types e4m3 --shapes down
@@ -20,7 +20,6 @@ from typing import Any
 import common
 import engine
 import engine_models
-import numpy as np
 from engine_models import as_torch
 
 from cki import driver, dtypes
@@ -28,16 +27,14 @@ from cki.device import DeviceInfo, cuda_device
 from cki.engine.device_memory import DeviceTensors
 from cki.engine.program import StepProgram, Workspace
 from cki.errors import UnsupportedError
-from cki.heuristics.linear_tokens import MAX_TOKENS
+from cki.heuristics.linear_decode import MAX_TOKENS
 from cki.kernel import KernelSpec
 from cki.operand import dense
 from cki.ops.linear_decode import Norm, plan_linear_decode
-from cki.ops.linear_tokens import plan_linear_tokens
 from cki.plan import Plan
 
 #: Larger than L2, together with what is read between.
 _ROTATED_BYTES = 200e6
-_COUNTERS = 4096
 _MOST_ERROR = 0.01
 
 
@@ -59,7 +56,6 @@ SHAPES = {
     "qkv": Shape(4096, 6144, norm=True), "out": Shape(4096, 4096), "gate_up": Shape(4096, 12288, norm=True, gated=True),
     "down": Shape(12288, 4096),
 }  # fmt: skip
-WAYS = ("linear_tokens", "linear_decode")
 TYPES = {"bf16": dtypes.bf16, "e4m3": dtypes.e4m3}
 
 
@@ -99,7 +95,7 @@ def specs_of(
     """Shape and element type of every operand."""
     specs: dict[str, tuple[tuple[int, ...], dtypes.DType]] = {
         "x": ((MAX_TOKENS, shape.depth), dtypes.bf16), "y": ((MAX_TOKENS, shape.columns), dtypes.bf16),
-        "gamma": ((shape.depth,), dtypes.bf16), "counters": ((_COUNTERS,), dtypes.u32),
+        "gamma": ((shape.depth,), dtypes.bf16),
     }  # fmt: skip
     for number in range(copies):
         specs[f"w{number}"] = (shape.rows, shape.depth), weight
@@ -108,9 +104,7 @@ def specs_of(
     return specs
 
 
-def plan_of(
-    way: str, shape: Shape, weight: dtypes.DType, copies: int, tokens: int, device: DeviceInfo
-) -> Plan:
+def plan_of(shape: Shape, weight: dtypes.DType, copies: int, tokens: int, device: DeviceInfo) -> Plan:
     """One launch a weight."""
     given = {name: dense(name, *spec) for name, spec in specs_of(shape, weight, copies).items()}
     x, y = (replace(given[name], shape=(tokens, given[name].shape[1])) for name in ("x", "y"))
@@ -119,27 +113,18 @@ def plan_of(
         "activation": "silu" if shape.gated else None,
     }  # fmt: skip
     steps: tuple[Any, ...] = ()
-    workspace: tuple[tuple[str, int], ...] = ()
     for number in range(copies):
         w, scales = given[f"w{number}"], given.get(f"w{number}.scales")
-        if way == "linear_decode":
-            steps += plan_linear_decode(x, w, None, None, y, device, scales=scales, **options)
-            continue
-        plan = plan_linear_tokens(
-            x, w, None, None, y, device, scales=scales, counters=given["counters"], **options
-        )  # fmt: skip
-        steps, workspace = steps + plan.steps, plan.workspace
-    return Plan(steps, workspace)
+        steps += plan_linear_decode(x, w, None, None, y, device, scales=scales, **options)
+    return Plan(steps)
 
 
 def kernels_of(arguments: argparse.Namespace, device: DeviceInfo) -> list[KernelSpec]:
     """Of all rows."""
     found: dict[KernelSpec, None] = {}
-    for kind, name, tokens, way in itertools.product(
-        arguments.types, arguments.shapes, arguments.tokens, WAYS
-    ):
+    for kind, name, tokens in itertools.product(arguments.types, arguments.shapes, arguments.tokens):
         with contextlib.suppress(UnsupportedError):
-            plan = plan_of(way, SHAPES[name], TYPES[kind], 1, tokens, device)
+            plan = plan_of(SHAPES[name], TYPES[kind], 1, tokens, device)
             found |= dict.fromkeys(step.kernel for step in plan.steps)
     return list(found)
 
@@ -152,40 +137,38 @@ class Operands:
         self._copies = copies_of(shape, weight) if device.kind == "cuda" else 1
         specs = specs_of(shape, weight, self._copies)
         self._tensors = DeviceTensors(device, [(name, *spec) for name, spec in specs.items()])
-        self._tensors.write("counters", np.zeros(specs["counters"][0], np.uint32))
         self._tensors.finish()
         for name in specs:
-            if name not in ("counters", "y"):
+            if name != "y":
                 engine_models.fill_at_random("norm" if name == "gamma" else name, self._tensors[name])
         self._workspace = Workspace(device)
 
     def rows(self, name: str, tokens: int, copy: float) -> Iterator[dict[str, object]]:
-        """Rows of every way to compute the product."""
+        """The row of one number of tokens; none where they do not fit."""
         shape, expected = self._shape, self._expected(tokens)
         nbytes = shape.rows * shape.depth * self._weight.itemsize
-        for way in WAYS:
-            try:
-                plan = plan_of(way, shape, self._weight, self._copies, tokens, self._device)
-            except UnsupportedError:
-                continue
-            program = StepProgram(
-                plan, self._device, {**dict(self._tensors.items()), **self._workspace.take(plan)}
-            )
-            error = self._error(program, tokens, expected)
-            assert error < _MOST_ERROR, f"{name} of {tokens} tokens by {way}: error {error:.2e}"
-            program.capture()
-            times = _replayed(program)
-            timing = common.Timing(*(time / len(plan.steps) for time in times[:3]))
-            of_copy = nbytes / timing.median_us / 1e3 / copy
-            print(
-                f"{self._weight} {name} {tokens} tokens {way}: {timing.median_us:.2f} us, "
-                f"{nbytes / timing.median_us / 1e6:.3f} TB/s, {of_copy:.3f} of a copy, error {error:.1e}",
-                flush=True,
-            )
-            yield common.row(
-                "few_tokens", f"{name} {tokens}x{shape.depth}x{shape.rows}", str(self._weight), way, timing,
-                nbytes=nbytes, of_copy=round(of_copy, 3), copy_gb_per_s=round(copy, 1), error=f"{error:.1e}",
-            )  # fmt: skip
+        try:
+            plan = plan_of(shape, self._weight, self._copies, tokens, self._device)
+        except UnsupportedError:
+            return
+        program = StepProgram(
+            plan, self._device, {**dict(self._tensors.items()), **self._workspace.take(plan)}
+        )
+        error = self._error(program, tokens, expected)
+        assert error < _MOST_ERROR, f"{name} of {tokens} tokens: error {error:.2e}"
+        program.capture()
+        times = _replayed(program)
+        timing = common.Timing(*(time / len(plan.steps) for time in times[:3]))
+        of_copy = nbytes / timing.median_us / 1e3 / copy
+        print(
+            f"{self._weight} {name} {tokens} tokens: {timing.median_us:.2f} us, "
+            f"{nbytes / timing.median_us / 1e6:.3f} TB/s, {of_copy:.3f} of a copy, error {error:.1e}",
+            flush=True,
+        )
+        yield common.row(
+            "few_tokens", f"{name} {tokens}x{shape.depth}x{shape.rows}", str(self._weight), "linear_decode", timing,
+            nbytes=nbytes, of_copy=round(of_copy, 3), copy_gb_per_s=round(copy, 1), error=f"{error:.1e}",
+        )  # fmt: skip
 
     def _expected(self, tokens: int) -> Any:
         """Of the last weight, in fp32."""

@@ -158,8 +158,7 @@ class DecoderModel:
         self._inputs = StagedTensors(self.device, [specs.pop(name) for name in _UPLOADED if name in specs])
         self._sampling = StagedTensors(self.device, [specs.pop(name) for name in _OF_REQUESTS])
         self._buffers = DeviceTensors(self.device, list(specs.values()))
-        for name in ("counters", "tile_counters"):
-            self._buffers.write(name, np.zeros(self._buffers[name].shape))
+        self._buffers.write("counters", np.zeros(self._buffers["counters"].shape))
         self._buffers.finish()
 
     def _make_cache(self, block_size: int, columns: int, nbytes: int | None) -> PagedKVCache:

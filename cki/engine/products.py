@@ -1,11 +1,12 @@
 """A decoder's products, with the norms before and the gates behind them: the launches that compute each.
 
 tokens       weights of the model's type                     e4m3 codes with scales of 128 x 128 blocks
-to 4         linear_decode; before Hopper of small weights   linear_decode: W8A16
-to 8         the same                                        linear_tokens: W8A16 (bf16 on sm_90a)
+to 8         linear_decode; before Hopper of small weights   linear_decode: W8A16
 to 16        rms_norm, linear, gated_linear                  the same
 more         the same                                        linear_fp8 on rows quantised by 128s: W8A8 (sm_90a);
                                                              elsewhere linear_decode, 16 tokens after the other
+
+Decode steps of codes have another form where they can (`cki.engine.layer_plan`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from cki.device import DeviceInfo
 from cki.errors import UnsupportedError
 from cki.heuristics.linear_decode import MAX_TOKENS
 from cki.heuristics.linear_skinny import MIN_WEIGHT_BYTES
-from cki.heuristics.linear_tokens import counters
 from cki.operand import Operand, dense
+from cki.ops.few_rows_fp8 import Codes
 from cki.ops.gated_linear import plan_gated_linear
 from cki.ops.linear import plan_linear
 from cki.ops.linear_decode import Norm, decode_obstacles, plan_linear_decode
 from cki.ops.linear_fp8 import plan_linear_fp8
-from cki.ops.linear_tokens import plan_linear_tokens, token_obstacles
 from cki.ops.norm import plan_rms_norm
 from cki.ops.norm_quantize import plan_norm_quantize
 from cki.ops.pointwise import plan_gated_activation
@@ -33,15 +33,14 @@ from cki.plan import Plan, Step
 
 _BLOCK = 128
 _PROJECTED = "projected"
-#: Architectures of `linear_fp8` and `linear_tokens`.
+#: Architectures of `linear_fp8`.
 _HOPPER = ("sm_90a",)
-#: Tokens up to which `linear_decode` is better than launches apart of large weights, and of codes than `linear_tokens`
-#: (an H200).
-_DECODE_TOKENS, _DECODE_CODE_TOKENS = 8, 4
+#: Tokens up to which `linear_decode` is better than launches apart of large weights (an H200).
+_DECODE_TOKENS = 8
 
 
-#: How products of few tokens are launched: see `Products`.
-Way = Literal["plain", "decode", "tokens"]
+#: How products of few tokens are launched: see `Products`; "codes": by `few_rows_fp8`, whatever their number.
+Way = Literal["plain", "decode", "codes"]
 
 
 class Weight(NamedTuple):
@@ -54,33 +53,38 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """The rows that layers add to: x, and where `pending`, delta beside it, which the next norm adds to x first."""
+    """The rows that layers add to: x, and where `pending`, delta beside it, which the next norm adds to x first.
+
+    codes: of x times the next norm's gamma, where the launch that completed x has made them.
+    """
 
     x: Operand
     delta: Operand | None = None
     pending: bool = False
+    codes: Codes | None = None
 
 
 @dataclass(frozen=True)
 class Products:
     """Plans products of one step, over memory named "normed", and for codes "codes" and "code_scales".
 
-    way: of products of few tokens: "tokens" and "decode" take norms, gates and residual into `linear_tokens` (of
-    codes) or `linear_decode`, where those can; "plain" keeps them apart (but for codes of few tokens); None: what is
-    best.  `linear_tokens` needs zeros in memory named "tile_counters".
+    way: of products of few tokens: "decode" takes norms, gates and residual into `linear_decode`, where that can;
+    "plain" keeps them apart (but for codes of few tokens); None: what is best.
     """
 
     device: DeviceInfo
     way: Way | None = None
 
-    def project(self, stream: Stream, norm: Norm, weight: Weight, y: Operand) -> tuple[Step, ...]:
-        """y = norm(stream) @ w.T + bias."""
+    def project(
+        self, stream: Stream, norm: Norm, weight: Weight, y: Operand, *, in_16_bits: bool = False
+    ) -> tuple[Step, ...]:
+        """y = norm(stream) @ w.T + bias.  in_16_bits: rows are not quantised, whatever their number."""
         x = stream.x
-        if not stream.pending and self._few(x, weight):
+        if not stream.pending and (in_16_bits or self._few(x, weight)):
             return self._in_parts(x, weight, y, norm=norm)
         if weight.scales is not None:
             codes = self._codes(x.shape)
-            return self._quantised(stream, norm, codes) + self._w8a8(codes, weight, y)
+            return self.quantised(stream, norm, codes) + self._w8a8(codes, weight, y)
         steps, normed = self._normalised(stream, norm)
         return steps + plan_linear(
             normed, weight.w, weight.bias, None, y, self.device, weight_layout="out_in"
@@ -89,7 +93,7 @@ class Products:
     def gate(self, stream: Stream, norm: Norm, weight: Weight, y: Operand, activation: str) -> Plan:
         """y = activation(gate) * up, [gate | up] = norm(stream) @ w.T + bias."""
         x = stream.x
-        if not stream.pending and self._few(x, weight, gated=True):
+        if not stream.pending and self._few(x, weight):
             return Plan(self._in_parts(x, weight, y, norm=norm, activation=activation, gated=True))
         if weight.scales is not None:
             projected = dense(_PROJECTED, (y.shape[0], 2 * y.shape[1]), y.dtype)
@@ -115,18 +119,8 @@ class Products:
             return steps + self._w8a8((codes, scales), weight, stream.delta), replace(stream, pending=True)
         return plan_linear(z, weight.w, weight.bias, x, x, self.device, weight_layout="out_in"), stream
 
-    def _by_tokens(self, x: Operand, weight: Weight, *, gated: bool) -> bool:
-        """Whether `linear_tokens` computes a product."""
-        y = dense("y", (x.shape[0], weight.w.shape[0] // (2 if gated else 1)), x.dtype)
-        is_better = x.shape[0] > _DECODE_CODE_TOKENS
-        return (self.way == "tokens" or (self.way is None and is_better)) and not token_obstacles(
-            x, weight.w, y, self.device, gated=gated, scales=weight.scales
-        )
-
-    def _few(self, x: Operand, weight: Weight, *, gated: bool = False) -> bool:
+    def _few(self, x: Operand, weight: Weight) -> bool:
         """Whether norms, gates and residual go into a product."""
-        if self._by_tokens(x, weight, gated=gated):
-            return True
         if weight.scales is not None:
             return x.shape[0] <= MAX_TOKENS or self.device.arch not in _HOPPER
         y = dense("y", (x.shape[0], weight.w.shape[0]), x.dtype)
@@ -139,13 +133,7 @@ class Products:
         self, x: Operand, weight: Weight, y: Operand, *, norm: Norm | None = None, residual: Operand | None = None,
         activation: str | None = None, gated: bool = False,
     ) -> tuple[Step, ...]:  # fmt: skip
-        """By `linear_tokens` in one launch, or by `linear_decode`, as many tokens a launch as it takes."""
-        if self._by_tokens(x, weight, gated=gated):
-            count = counters(y.shape[1], gated=gated)
-            return plan_linear_tokens(
-                x, weight.w, weight.bias, residual, y, self.device, norm=norm, activation=activation, gated=gated,
-                scales=weight.scales, counters=dense("tile_counters", (count,), dtypes.u32),
-            ).steps  # fmt: skip
+        """By `linear_decode`, as many tokens a launch as it takes."""
         for size in (min(x.shape[0], MAX_TOKENS), 8, 4, 2, 1):
             first = _rows(x, 0, min(size, x.shape[0])), _rows(y, 0, min(size, x.shape[0]))
             obstacles = decode_obstacles(
@@ -180,7 +168,8 @@ class Products:
             "code_scales", (rows, -(-width // _BLOCK)), dtypes.f32
         )
 
-    def _quantised(self, stream: Stream, norm: Norm, codes: tuple[Operand, Operand]) -> tuple[Step, ...]:
+    def quantised(self, stream: Stream, norm: Norm, codes: tuple[Operand, Operand]) -> tuple[Step, ...]:
+        """codes of norm(stream), by 128 neighbours."""
         x, delta = stream.x, stream.delta
         added = x if stream.pending else None
         source = delta if stream.pending and delta is not None else x

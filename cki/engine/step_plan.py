@@ -24,19 +24,15 @@ from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_weights import weight_specs
+from cki.engine.layer_plan import NEXT_GAMMA, LayerPlanner
 from cki.engine.products import Products, Stream, Way, Weight
-from cki.heuristics.linear_tokens import counters
 from cki.heuristics.paged import SERIAL_ARCHS
 from cki.operand import Operand, dense
 from cki.ops.advance import plan_advance
-from cki.ops.attention import PackedSequences, plan_attention
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.embedding import plan_embed_tokens
-from cki.ops.gather_cache import plan_gather_cache
+from cki.ops.few_rows_fp8 import ROWS
 from cki.ops.linear_decode import Norm
-from cki.ops.linear_tokens import parts_workspace
-from cki.ops.paged import plan_paged_attention
-from cki.ops.rope import Rotation, plan_append_kv
 from cki.ops.sampling import plan_sample_tokens
 from cki.plan import ArgumentValue, Plan, Step, TensorMapArg
 
@@ -103,11 +99,15 @@ class DecoderPlanner:
         c, t, n = self.config, shape.tokens, shape.sequences
         heads = c.num_heads * c.head_dim
         widest = max(c.hidden_size, heads, c.intermediate_size)
-        most = max(c.vocab_size, 2 * widest, heads + 2 * c.num_kv_heads * c.head_dim)  # rows of a weight
         of_codes = {
             "delta": ((t, c.hidden_size), self.dtype), "last_delta": ((n, c.hidden_size), self.dtype),
             "codes": ((t, widest), dtypes.e4m3),
             "code_scales": ((t, -(-widest // 128)), dtypes.f32),
+            "x_codes": ((max(t, ROWS), c.hidden_size), dtypes.e4m3),
+            "inner_codes": ((max(t, ROWS), widest), dtypes.e4m3),
+            "x_scales": ((t, -(-c.hidden_size // 128)), dtypes.f32),
+            "inner_scales": ((t, -(-widest // 128)), dtypes.f32),
+            "squares": ((t, -(-c.hidden_size // 128)), dtypes.f32),
         }  # fmt: skip
         kv_shape = (self.cache.columns * self.cache.block_size, c.num_kv_heads, c.head_dim)
         of_cache = {
@@ -133,9 +133,7 @@ class DecoderPlanner:
             "logprobs": ((n,), dtypes.f32),
             "top_tokens": ((n, MAX_ALTERNATIVES), dtypes.i32),
             "top_logprobs": ((n, MAX_ALTERNATIVES), dtypes.f32),
-            # Zeros before and after each step: attention's, and those of products of few tokens.
-            "counters": ((n * c.num_heads,), dtypes.u32),
-            "tile_counters": ((counters(most, gated=False),), dtypes.u32),
+            "counters": ((n * c.num_heads,), dtypes.u32),  # attention's: zeros before and after each step
             "seen": ((self.seen_rows, -(-c.vocab_size // 32)), dtypes.u32),
             **{name: ((n,), dtype) for name, dtype in SAMPLING.items()},
         }
@@ -155,17 +153,22 @@ class DecoderPlanner:
         workspace: dict[str, int] = {}
         # Layers differ in their tensors, in whether they see a window, and in what the layer before has left to add:
         # each kind is planned once.
-        planned: dict[tuple[bool, bool], tuple[str, tuple[Step, ...], Stream]] = {}
+        planned: dict[tuple[bool, bool, bool], tuple[str, tuple[Step, ...], Stream]] = {}
         for number, windowed in enumerate(self.config.window_layers):
             prefix = f"layers.{number}."
-            kind = windowed, stream.pending
+            kind = windowed, stream.pending, stream.codes is not None
             if kind not in planned:
-                layer = _LayerPlanner(
+                layer = LayerPlanner(
                     self, shape, device, products, prefix, windowed, weight, buffer, workspace
                 )
                 planned[kind] = prefix, *layer.steps(stream)
             model_prefix, model_steps, stream = planned[kind]
-            steps += tuple(_with_slots(step, model_prefix, prefix) for step in model_steps)
+            is_last = number + 1 == self.config.num_layers
+            gamma = "final_norm" if is_last else f"layers.{number + 1}.norm1"
+            steps += tuple(
+                _with_slots(_with_slots(step, model_prefix, prefix), NEXT_GAMMA, gamma)
+                for step in model_steps
+            )
         if not shape.decode:
             steps += self._last_rows(stream, buffer, device)
             stream = replace(stream, x=buffer["last"], delta=buffer.get("last_delta"))
@@ -175,12 +178,13 @@ class DecoderPlanner:
         steps += plan_sample_tokens(
             buffer["logits"], buffer["sampled"], buffer["logprobs"], device,
             top_tokens=buffer["top_tokens"], top_logprobs=buffer["top_logprobs"], seen=buffer["seen"],
-            step=dense("seq_lens", (shape.sequences,), dtypes.i32), **{name: buffer[name] for name in SAMPLING},
+            step=dense("seq_lens", (shape.sequences,), dtypes.i32),
+            **{name: buffer[name] for name in SAMPLING},
         )  # fmt: skip
         # 64 sequences of Qwen3-8B's shapes: 5.7 ms instead of 6.1 (an H200); with bf16 weights no difference.
         if self.fp8 and shape.decode and device.arch not in SERIAL_ARCHS:
             steps = tuple(map(_overlapping, steps))
-        workspace |= dict((*workspace_of(steps), *parts_workspace(steps)))
+        workspace |= dict(workspace_of(steps))
         return Plan(steps, tuple(workspace.items()))
 
     def _last_rows(self, stream: Stream, buffer: dict[str, Operand], device: DeviceInfo) -> tuple[Step, ...]:
@@ -223,106 +227,3 @@ def _with_slots(step: Step, old: str, new: str) -> Step:
         return argument
 
     return step if old == new else replace(step, args=tuple(moved(argument) for argument in step.args))
-
-
-@dataclass(frozen=True)
-class _LayerPlanner:
-    """One layer of a step.  workspace: temporary memory of the launches so far, by slot; grows."""
-
-    model: DecoderPlanner
-    shape: StepShape
-    device: DeviceInfo
-    products: Products
-    prefix: str
-    windowed: bool
-    weight: dict[str, Operand]
-    buffer: dict[str, Operand]
-    workspace: dict[str, int]
-
-    def _weight(self, role: str) -> Operand | None:
-        return self.weight.get(self.prefix + role)
-
-    def _matrix(self, role: str, bias: str) -> Weight:
-        return Weight(self.weight[self.prefix + role], self._weight(bias), self._weight(f"{role}.scales"))
-
-    def _norm(self, role: str) -> Norm:
-        return Norm(self.weight[self.prefix + role], self.model.config.rms_norm_eps)
-
-    def steps(self, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
-        """stream += attention(norm(stream)) wo, then += (activation(gate) * up) wd with gate and up of norm(stream)."""
-        qkv, attended, inner = (self.buffer[name] for name in ("qkv", "attended", "inner"))
-        products, activation = self.products, self.model.config.activation
-        steps = products.project(stream, self._norm("norm1"), self._matrix("wqkv", "bqkv"), qkv)
-        steps += self._attention(qkv, attended)
-        added, stream = products.add(replace(stream, pending=False), attended, self._matrix("wo", "bo"))
-        gated = products.gate(stream, self._norm("norm2"), self._matrix("wgu", "bgu"), inner, activation)
-        steps += added + self._planned(gated)
-        added, stream = products.add(replace(stream, pending=False), inner, self._matrix("wd", "bd"))
-        return steps + added, stream
-
-    def _planned(self, plan: Plan) -> tuple[Step, ...]:
-        for slot, nbytes in plan.workspace:
-            self.workspace[slot] = max(nbytes, self.workspace.get(slot, 0))
-        return plan.steps
-
-    def _attention(self, qkv: Operand, attended: Operand) -> tuple[Step, ...]:
-        c, shape = self.model.config, self.shape
-        tokens, width, dim = shape.tokens, qkv.shape[1], c.head_dim
-        q_end, k_end = c.num_heads * dim, (c.num_heads + c.num_kv_heads) * dim
-
-        def heads(count: int, first: int) -> Operand:
-            return qkv.view((tokens, count, dim), (width, dim, 1), first)
-
-        q, k, v = heads(c.num_heads, 0), heads(c.num_kv_heads, q_end), heads(c.num_kv_heads, k_end)
-        k_cache, v_cache = self._cache("k"), self._cache("v")
-        steps = plan_append_kv(
-            k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
-            positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
-            q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
-            scales=self._scales(), overlaps=True,
-        )  # fmt: skip
-        left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
-        lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)
-        table = dense("block_table", (shape.sequences, self.model.cache.columns), dtypes.i32)
-        if shape.decode:
-            plan = plan_paged_attention(
-                q.view((tokens, 1, c.num_heads, dim), (width, width, dim, 1)), k_cache, v_cache, lengths,
-                attended.view((tokens, 1, c.num_heads, dim), (q_end, q_end, dim, 1)), self.device,
-                block_table=table, left=left, scales=self._scales(),
-                counters=self.buffer["counters"] if self.model.merge_inside else None,
-                overlaps=True,
-            )  # fmt: skip
-            return steps + self._planned(plan)
-        offsets = dense("cu_seqlens_q", (shape.sequences + 1,), dtypes.i32)
-        packed = PackedSequences(offsets, lengths, table, shape.tile_length)
-        if (scales := self._scales()) is not None:
-            keys, values, starts = (self.buffer[name] for name in ("k_packed", "v_packed", "cu_seqlens_k"))
-            steps += plan_gather_cache((k_cache, v_cache), scales, table, starts, (keys, values))
-            packed = PackedSequences(offsets, starts, None, shape.tile_length)
-            k_cache, v_cache = (t.view((1, *t.shape), (0, *t.strides)) for t in (keys, values))
-        return steps + plan_attention(
-            q.view((1, *q.shape), (0, *q.strides)), k_cache, v_cache,
-            attended.view((1, tokens, c.num_heads, dim), (0, q_end, dim, 1)), device=self.device, causal=True,
-            window=(left, -1), packed=packed,
-        )  # fmt: skip
-
-    def _cache(self, letter: str) -> Operand:
-        geometry, c = self.model.cache, self.model.config
-        extents = (geometry.num_blocks, geometry.block_size, c.num_kv_heads, c.head_dim)
-        return dense(
-            f"{self.prefix}{letter}_cache", extents, dtypes.e4m3 if self.model.kv_codes else self.model.dtype
-        )
-
-    def _scales(self) -> tuple[Operand, Operand] | None:
-        """Of keys and values in an e4m3 cache."""
-        if not self.model.kv_codes:
-            return None
-        extents = self._cache("k").shape[:3]
-        k_scale, v_scale = (dense(f"{self.prefix}{letter}_scale", extents, dtypes.f32) for letter in "kv")
-        return k_scale, v_scale
-
-    def _rotation(self) -> Rotation:
-        c = self.model.config
-        if c.rope_scaling is None:
-            return Rotation(c.head_dim, None, c.rope_theta)
-        return Rotation(c.head_dim, dense("cos_sin", (self.model.positions, c.head_dim), dtypes.f32))

@@ -66,7 +66,7 @@ class DecodeShape:
 
     positions: the most tiles of 16 keys that all sequences together can have.  alone: a unit's result must not depend
     on the rest of the batch.  window: queries do not see all keys before them.  scattered: the keys of a tile lie in
-    several blocks, or are copied by less than 16 bytes.
+    several blocks, or are copied by less than 16 bytes.  whole_rows: a warp writes a row, of 128 columns.
     """
 
     batch: int
@@ -80,6 +80,7 @@ class DecodeShape:
     alone: bool = False
     window: bool = False
     scattered: bool = False
+    whole_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class DecodeConfig:
     def inbox_bytes(self, shape: DecodeShape) -> int:
         """Bytes of the parts that a block of a cluster is sent (`ClusterInbox`)."""
         columns = padded_dim(shape.value_dim, shape.itemsize)
-        item = 32 if columns % 32 == 0 else 16
+        item = 128 if shape.whole_rows else 32 if columns % 32 == 0 else 16
         return (2 * self.rows * columns // item + self.groups - 1) * (item + 4) * 4 if self.cluster else 0
 
     def schedule_bytes(self, batch: int) -> int:

@@ -134,13 +134,13 @@ def decode_kernel(
 
 def representative_specs(arch: str) -> list[KernelSpec]:
     """Kernels that stand for all: both types, one and two tiles of tokens, with and without each part; on Hopper also
-    those of `linear_tokens`, which serve the same products."""
-    from cki.ops.linear_tokens import representative_specs as for_more_tokens
+    those of `few_rows_fp8`, which serve the same products."""
+    from cki.ops.few_rows_fp8 import representative_specs as of_codes
 
     device = sim_device(arch)
     bf16, f16 = dtypes.bf16, dtypes.f16
     return [
-        *for_more_tokens(arch),
+        *(of_codes() if arch == "sm_90a" else ()),
         decode_kernel(bf16, device.arch, 1, 6, norm=True),
         decode_kernel(bf16, device.arch, 1, 4, residual=True),
         decode_kernel(bf16, device.arch, 16, 4, norm=True, gated=True, activation="silu"),

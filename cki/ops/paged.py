@@ -123,7 +123,8 @@ def plan_paged_attention(
     block_table: Operand | None = None, scales: tuple[Operand, Operand] | None = None, scale: float | None = None,
     left: int = -1, softcap: float = 0.0, sinks: Operand | None = None, alibi_slopes: Operand | None = None,
     deterministic: bool = False, lse: Operand | None = None, counters: Operand | None = None,
-    choose: Choice = choose_decode, overlaps: bool = False,
+    choose: Choice = choose_decode, overlaps: bool = False, keys_early: bool = False,
+    codes: tuple[Operand, Operand] | None = None,
 ) -> Plan:  # fmt: skip
     """The launches of `paged_attention` or `decode_attention` on checked operands.
 
@@ -131,6 +132,12 @@ def plan_paged_attention(
     choose: instead of the heuristic (benchmarks, tests).
     overlaps: the launches may begin while the one before ends, and let the next begin (sm_90 and later; no effect
         before): for a chain of launches each of which waits for the one before.
+    keys_early: with overlaps: of what this launch reads, those that may still run write q and each sequence's newest
+        `queries` keys and values alone; it reads the rest before they end, where its copies are of 16 bytes and have no
+        scales of tokens beside them.
+    codes: dense e4m3 [batch, heads * 128] and f32 [batch, heads] that are written instead of out, as
+        `quantize_fp8(granularity="block128")` of it would, or codes [64, heads * 128] of two parts
+        (`few_rows_fp8.Codes`): for one query, rows of 128, with counters; else UnsupportedError.
     """
     batch, queries, heads, head_dim = q.shape
     if not batch * queries * heads:
@@ -151,18 +158,22 @@ def plan_paged_attention(
     most_tiles = (-(-capacity // TILE_KEYS) + (batch if paging == 2 else 0)) * (1 if paging == 2 else batch)
     shape = DecodeShape(
         batch, rows, kv_heads, head_dim, value_dim, itemsize, token_scales, max(batch, most_tiles), deterministic,
-        left >= 0, not whole_tiles or copy_bytes(k, v) < 16,
+        left >= 0, not whole_tiles or copy_bytes(k, v) < 16, codes is not None,
     )  # fmt: skip
     chosen = choose(shape, device)
     row_blocks = -(-rows // chosen.rows)
     units = kv_heads * row_blocks  # of a sequence
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     scale_first = softcap > 0 or alibi_slopes is not None or scale <= 0
+    merges_elsewhere = chosen.split and not chosen.cluster and counters is None
+    if codes is not None and (queries > 1 or value_dim != 128 or merges_elsewhere):
+        raise UnsupportedError("paged_attention: codes", ["no warp writes rows of 128 at once"], "out")
     merge_here = chosen.split and counters is not None and not chosen.cluster
     # On later architectures the merging launch is under way when the parts are written.
     merge_later = chosen.split and chosen.groups > 1 and not merge_here and not chosen.cluster
     programmatic = merge_later and device.arch not in SERIAL_ARCHS
     overlaps = overlaps and device.arch not in SERIAL_ARCHS
+    keys_early = overlaps and keys_early and copy_bytes(k, v) == 16 and not token_scales
     dense_out = out.strides[3] == 1 and value_dim % 4 == 0 and out.is_aligned(min(16, 4 * out.dtype.itemsize))
     common: dict[str, Any] = {
         "Element": q.dtype, "LengthIndex": lengths.dtype, "kPaging": paging, "kLimitLeft": left >= 0,
@@ -186,7 +197,8 @@ def plan_paged_attention(
         kWholeTiles=whole_tiles,
         kBlockShift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
         kCopyBytes=copy_bytes(k, v), kQueryPairs=q.strides[3] == 1 and head_dim % 2 == 0 and q.is_aligned(4),
-        kSoftcap=softcap > 0, kAlibi=alibi_slopes is not None, kScaleFirst=scale_first, **common,
+        kSoftcap=softcap > 0, kAlibi=alibi_slopes is not None, kScaleFirst=scale_first, kKeysEarly=keys_early,
+        kOutCodes=0 if codes is None else 1 if codes[0].shape[0] == batch else 2, **common,
     )  # fmt: skip
     partials: ArgumentValue = NullPointer()
     workspace: tuple[tuple[str, int], ...] = ()
@@ -204,8 +216,9 @@ def plan_paged_attention(
     sizes = (capacity, batch, queries, kv_heads, max(left, 0))
     division = (passes, chosen.least_positions, slack)
     sinks_stride = 0 if sinks is None else sinks.strides[0]
+    result = (out, *optional(lse)) if codes is None else codes
     arguments: tuple[ArgumentValue, ...] = (
-        q, k, v, out, *optional(lse, block_table), lengths, *optional(*(scales or (None, None)), sinks, alibi_slopes),
+        q, k, v, *result, *optional(block_table), lengths, *optional(*(scales or (None, None)), sinks, alibi_slopes),
         partials, *optional(counters), *q.strides, *out.strides, *k_strides, *v_strides, *table_strides,
         lengths.strides[0], sinks_stride, 0 if alibi_slopes is None else alibi_slopes.strides[0],
         min(k.shape[0], 2**31 - 1), block_size, _table_lines(block_table), *sizes, *division,
@@ -342,7 +355,7 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     def add(
         dtype: DType, dim: int, *, queries: int = 1, group: int = 4, block_size: int = 16, cache: DType | None = None,
         scale_axes: int = 0, count: bool = False, features: bool = False, batch: int = 8,
-        columns: int = 4096, overlaps: bool = False,
+        columns: int = 4096, overlaps: bool = False, rows_of_codes: int = 0,
     ) -> None:  # fmt: skip
         if cache == dtypes.e4m3 and arch == "sm_80":
             return
@@ -356,7 +369,10 @@ def representative_specs(arch: str) -> list[KernelSpec]:
             block_table=dense("block_table", (batch, columns), dtypes.i32),
             scales=(scale, scale) if scale_axes else None,
             counters=dense("counters", (counters_needed(q),), dtypes.u32) if count else None, overlaps=overlaps,
-            **options,
+            keys_early=overlaps, codes=(
+                dense("codes", (rows_of_codes, 8 * group * dim), dtypes.e4m3),
+                dense("scales", (batch, 8 * group), dtypes.f32),
+            ) if rows_of_codes else None, **options,
         )  # fmt: skip
         for step in plan.steps:
             found[step.kernel] = None
@@ -367,6 +383,10 @@ def representative_specs(arch: str) -> list[KernelSpec]:
     add(dtypes.bf16, 128, batch=4, columns=256)
     add(dtypes.bf16, 128, batch=6, columns=32)
     add(dtypes.bf16, 128, overlaps=True)
+    if arch == "sm_90a":
+        add(dtypes.bf16, 128, batch=4, columns=512, count=True, overlaps=True, rows_of_codes=64)
+        add(dtypes.bf16, 128, batch=16, columns=512, count=True, overlaps=True, rows_of_codes=64)
+        add(dtypes.bf16, 128, batch=64, columns=512, count=True, overlaps=True, rows_of_codes=64)
     add(dtypes.bf16, 128, block_size=1, queries=4)
     add(dtypes.f16, 64, group=8, queries=4, features=True, count=True)
     add(dtypes.bf16, 256, features=True, count=True)

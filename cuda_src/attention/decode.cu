@@ -29,6 +29,9 @@
 //     each other's shared memory (decode_cluster.cuh).
 //
 // kOverlaps (sm_90): this launch may begin while the one before it ends, of which it waits for all, and the next one beside it.
+// kKeysEarly: until then it reads what that one does not write: lengths, tables, and tiles without a new key fill the rings.
+//
+// kOutCodes (1, 2): rows of 128 columns become e4m3 codes, of so many parts, with a scale each (decode_result.cuh).
 //
 // Slots past a sequence's end are not read; table entries past it or before the window may be anything. A table entry
 // outside the cache stands for keys and values of zero. Keys that some but not all rows see are hidden by
@@ -66,12 +69,12 @@ using Values = CacheTile<CacheElement, kPaddedValueDim>;
 using Stage = StageLayout<Keys, Values, kTokenScales>;
 using Rows = DecodeRows<Stage, kRowTiles, Features>;
 using State = StateLayout<kRows, kPaddedValueDim>;
-using Inbox = ClusterInbox<State, kRows, kCluster ? kClusterBlocks : 1>;
+using Inbox = ClusterInbox<State, kRows, kCluster ? kClusterBlocks : 1, (kOutCodes > 0)>;
 using Lengths = KeyLengths<LengthIndex, kPaging == 2, kLimitLeft>;
 using Source =
     KeySource<Stage, TableIndex, kPaging, kWholeTiles, kSameStrides, kBlockShift, kCopyBytes, kPrefetch, kHeadDim,
               kValueDim>;
-using Result = DecodeResult<Element, kValueDim, kGroup, kDenseOut>;
+using Result = DecodeResult<Element, kValueDim, kGroup, kDenseOut, kOutCodes>;
 
 // The unit that a block works at.
 struct Unit {
@@ -100,6 +103,11 @@ struct Unit {
   }
 };
 
+template <bool kIs>
+struct Is {
+  static constexpr bool kValue = kIs;
+};
+
 // Shared memory: rings, a state a warp, in a cluster the parts of what the block ends, then the schedule.
 constexpr int kRingBytes = kWarps * kStages * Stage::kBytes;
 constexpr int kInboxFloats = kCluster ? Inbox::kFloats : 0;
@@ -115,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                     i64 out_batch, i64 out_query, i64 out_head, i64 out_dim,                 //
                     i64 k_block, i64 k_token, i64 k_head, i64 v_block, i64 v_token, i64 v_head,
                     i64 table_batch, i64 table_column, i64 lengths_stride, i64 sinks_stride, i64 slopes_stride,
-                    i64 num_blocks, int block_size, int table_lines, int capacity, int batch, int queries, int kv_heads,
-                    int left, int passes, int least_positions, int dealing_slack, float scale, float exponent_scale,
-                    float softcap, float softcap_rate) {
+                    i64 num_blocks, int block_size, int table_lines, int capacity,
+                    int batch, int queries, int kv_heads, int left, int passes, int least_positions, int dealing_slack,
+                    float scale, float exponent_scale, float softcap, float softcap_rate) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ int arrived_last;
   __shared__ u64 stored, combined;  // the states of a unit: all are there; they may be written again
@@ -128,8 +136,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and the compiler knows
   unsigned char* ring = smem + warp * kStages * Stage::kBytes;
-  if constexpr (kOverlaps) ptx::griddepcontrol_wait();  // before the next launch begins, which may read lengths at once
-  if constexpr (kProgrammatic || kOverlaps) ptx::griddepcontrol_launch_dependents();
+  const auto wait_for_launch_before = [] {
+    if constexpr (kOverlaps) ptx::griddepcontrol_wait();  // before the next launch begins, which may read lengths at once
+    if constexpr (kProgrammatic || kOverlaps) ptx::griddepcontrol_launch_dependents();
+  };
+  if constexpr (!kKeysEarly) wait_for_launch_before();
 
   const int total_rows = queries * kGroup;
   const int units = kv_heads * kRowBlocks;  // of a sequence
@@ -157,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                                 lane % lines * kLineElements);
     };
     if constexpr (kQueryPairs) fetch(q, q_batch, q_query, q_head, kHeadDim, kWarps - 1);
-    if constexpr (kDenseOut) fetch(out, out_batch, out_query, out_head, kValueDim, kWarps / 2);
+    if constexpr (kDenseOut && kOutCodes == 0) fetch(out, out_batch, out_query, out_head, kValueDim, kWarps / 2);
   };
 
   // All that a block does, once it is known which order it follows. ahead: the table's entry of the tile that the lane
@@ -193,9 +204,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     search.advance(schedule, warp + lane * kWarps);
     TilePlace found;
     TableIndex entry{};  // Source::kLookUpKeys: of the next tile
+    u32 settled = 0;  // kKeysEarly: which of the first 32 have no new key
     int fetched = 0;
     const int to_fetch = (walk.remaining - warp + kWarps - 1) / kWarps;
-    const auto fetch_tile = [&](int stage) {
+    const auto fetch_tile = [&](int stage, auto filling) {
       if (fetched < to_fetch) {
         const int holder = fetched % 32;
         if (holder == 16) search.advance(schedule, 32 * kWarps);
@@ -203,6 +215,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         if (holder == 0) {
           found = place_of(search, ahead);
           if constexpr (Source::kLookUpKeys) entry = source.look_up(Source::of_lane(found, 0));
+          if constexpr (kKeysEarly && filling.kValue) {
+            const int keys = search.remaining > 0 ? schedule.keys(search.sequence) : 0;
+            settled = __ballot_sync(kFullWarp, first_key_at(keys, search.tile) + kTileKeys <= keys - queries);
+          }
+        }
+        if constexpr (kKeysEarly && filling.kValue) {
+          if ((settled >> holder & 1) == 0) wait_for_launch_before();
         }
         TilePlace place = Source::of_lane(found, holder);
         if constexpr (Source::kLookUpKeys) {
@@ -352,7 +371,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
     // The ring is filled before anything else is prepared.
 #pragma unroll 1
-    for (int stage = 0; stage < kStages; ++stage) fetch_tile(stage);
+    for (int stage = 0; stage < kStages; ++stage) fetch_tile(stage, Is<true>{});
+    if constexpr (kKeysEarly) {
+      wait_for_launch_before();
+      q = kept_in_order(q);
+    }
 
     int position = warp;  // from the unit's begin to this warp's next tile
     int stage = 0;
@@ -374,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         const bool all_seen = key >= common_begin && key + kTileKeys <= common_end;
         state.attend(ring + stage * Stage::kBytes, key, all_seen, left, rules, exponent_scale, slack);
         __syncwarp();
-        fetch_tile(stage);
+        fetch_tile(stage, Is<false>{});
         stage = stage + 1 == kStages ? 0 : stage + 1;
       }
       position -= unit.length;

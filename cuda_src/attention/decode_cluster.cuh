@@ -3,7 +3,7 @@
 //
 // All groups of blocks that can share a unit are one cluster: consecutive groups share a unit, so a block has a part of at
 // most two, of the unit that it begins with and of the one that it ends with. Parts are cut into items of up to 32 columns
-// of a row. Of `parts` blocks that shared a unit, block i ends the items i, i + parts, ...: every block stores its part of
+// of a row (kWholeRows: whole rows of 128). Of `parts` blocks that shared a unit, block i ends the items i, i + parts, ...: every block stores its part of
 // an item in the memory of the block that ends it, as soon as it has it. The stores complete on an mbarrier there, so a
 // block waits for the bytes that it needs and for nothing else: a barrier of the cluster costs half a microsecond, as its
 // release waits for all accesses to memory. A block may exit when it has what it waits for.
@@ -30,9 +30,9 @@ struct SharedUnit {
   int first_row, rows;  // of the KV head's rows
 };
 
-template <class State, int kRows, int kBlocks>
+template <class State, int kRows, int kBlocks, bool kWholeRows = false>
 struct ClusterInbox {
-  static constexpr int kItemColumns = State::kColumns % 32 == 0 ? 32 : 16;
+  static constexpr int kItemColumns = kWholeRows ? 128 : State::kColumns % 32 == 0 ? 32 : 16;
   static constexpr int kRowItems = State::kColumns / kItemColumns;
   static constexpr int kPitch = kItemColumns + 4;  // the reference, the sum, and two floats that spread the banks
   static constexpr int kEntries = 2 * kRows * kRowItems + kBlocks - 1;

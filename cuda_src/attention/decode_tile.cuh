@@ -34,6 +34,13 @@ __device__ __forceinline__ int kept_in_register(int value) {
   return __shfl_sync(kFullWarp, value, static_cast<int>(threadIdx.x % 32));
 }
 
+// The same pointer, through which nothing can be loaded before this place, whatever is known of its memory.
+template <class T>
+__device__ __forceinline__ const T* kept_in_order(const T* pointer) {
+  const u64 address = reinterpret_cast<u64>(pointer);
+  return reinterpret_cast<const T*>(__shfl_sync(kFullWarp, address, static_cast<int>(threadIdx.x % 32)));
+}
+
 // 16 rows of keys or values in shared memory, in chunks of 16 bytes; the tile begins at a multiple of 128.
 //
 // Rows of 64 or 128 bytes, or a multiple, follow one another, and a row's chunks change places by an exclusive or with a

@@ -140,7 +140,7 @@ def test_products_of_few_tokens_are_checked(script, monkeypatch):
         tokens.Shape(256, 64, norm=True, gated=True), dtypes.e4m3, sim_device("sm_90a")
     )
     rows = list(operands.rows("gate_up", 16, 4000.0))
-    assert [row["implementation"] for row in rows] == ["linear_tokens", "linear_decode"]
+    assert [row["implementation"] for row in rows] == ["linear_decode"]
     monkeypatch.setattr(operands, "_expected", lambda count: 1.1 * type(operands)._expected(operands, count))
     with pytest.raises(AssertionError, match="error"):
         list(operands.rows("gate_up", 4, 4000.0))

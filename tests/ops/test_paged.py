@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import cki
-from cki import reference
-from cki.heuristics.paged import SERIAL_ARCHS
+from cki import dtypes, reference
+from cki.heuristics.paged import SERIAL_ARCHS, choose_decode
 from cki.memory import PagedKVCache
 from cki.ops.call import call
 from cki.ops.paged import PAGED_ATTENTION, plan_paged_attention
+from cki.ops.spec import OutputSpec
 from tests.compare import assert_close
 from tests.ops.attention_cases import plain
 from tests.ops.inputs import BF16, DTYPES, E4M3, F16, normal
@@ -291,21 +292,24 @@ def test_replays_over_changing_steps_equal_eager_calls_bit_for_bit(device, monke
             cache.truncate(sequence, cache.length(sequence) - 1)
 
 
-@pytest.mark.parametrize("lengths", [[70, 300], [1500]])
-def test_programmatic_launches_behind_what_writes_their_inputs(device, lengths):
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("lengths", [[1500], [200, 1, 0, 900, 16, 17]])
+def test_programmatic_launches_behind_what_writes_their_inputs(device, lengths, early):
     """In a graph of steps, each of which stores a token and attends: what launches one after the other gives."""
     if device.info.arch in SERIAL_ARCHS:
         pytest.skip("no launch begins before the one ahead ends")
     cache, table = paged_cache(lengths, 16, 2, 32, F16)
-    spec = dataclasses.replace(
-        PAGED_ATTENTION,
-        plan=lambda problem, outputs, info: plan_paged_attention(
-            problem["q"], problem["k_cache"], problem["v_cache"], problem["seq_lens"], outputs["out"], info,
-            block_table=problem["block_table"], overlaps=True,
-        ),
-    )  # fmt: skip
+
+    def overlapped(problem, outputs, info):
+        k = problem["k_cache"]
+        return plan_paged_attention(
+            problem["q"], k, problem["v_cache"], problem["seq_lens"], outputs["out"], info,
+            block_table=problem["block_table"], counters=problem.get("counters"), overlaps=True, keys_early=early,
+        )  # fmt: skip
+
+    spec = dataclasses.replace(PAGED_ATTENTION, plan=overlapped)
     batch = len(lengths)
-    slots = [int(table[b, (n - 1) // 16]) * 16 + (n - 1) % 16 for b, n in enumerate(lengths)]
+    slots = [int(table[b, (n - 1) // 16]) * 16 + (n - 1) % 16 if n else -1 for b, n in enumerate(lengths)]
     new = [device.array(normal((batch, 2, 32), F16, seed)) for seed in (3, 4)]
     q = device.array(queries(batch, 1, 4, 32, F16))
     k, v, table, lens, slots = (
@@ -328,6 +332,62 @@ def test_programmatic_launches_behind_what_writes_their_inputs(device, lengths):
     for apart, overlapped in zip(*results):
         assert np.isfinite(apart).all() and apart.any()
         assert np.array_equal(apart.view(np.uint16), overlapped.view(np.uint16))
+
+
+# Merged in a cluster; by the block that arrives last; alone.
+@pytest.mark.parametrize(
+    ("lengths", "changes"),
+    [
+        ([70, 300], {}), ([70, 300, 0, 33, 9, 1, 16, 40, 90], {"groups": 5, "cluster": False}),
+        ([90, 17], {"split": False}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_become_codes(device, lengths, changes, parts):
+    """Those that quantising the result gives, or of two parts, which are the result itself."""
+    if device.info.arch in SERIAL_ARCHS:
+        pytest.skip("conversions to e4m3, clusters")
+    batch = len(lengths)
+    cache, table = paged_cache(lengths, 16, 2, 128, BF16)
+    q = queries(batch, 1, 4, 128, BF16)
+
+    def choose(shape, info):
+        chosen = choose_decode(shape, dataclasses.replace(info, sm_count=20))
+        if changes:
+            return dataclasses.replace(
+                chosen, **{"dealt": False, "by_lengths": False, "cluster": False, **changes}
+            )
+        assert chosen.cluster
+        return chosen
+
+    def plan(problem, outputs, info):
+        codes = (outputs["out"], outputs["lse"]) if outputs["out"].dtype == dtypes.u8 else None
+        return plan_paged_attention(
+            problem["q"], problem["k_cache"], problem["v_cache"], problem["seq_lens"],
+            problem["q"] if codes else outputs["out"], info, block_table=problem["block_table"],
+            counters=problem["counters"], choose=choose, overlaps=True, keys_early=True, codes=codes,
+        )  # fmt: skip
+
+    def infer(problem):
+        rows = batch if parts == 1 else 64
+        return {"out": OutputSpec((rows, 4 * 128), dtypes.u8), "lse": OutputSpec((batch, 4), dtypes.f32)}
+
+    given = [device.array(np.asarray(a)) for a in (q, *cache, table, np.int32(lengths))]
+    zeros = device.array(np.zeros(batch * 4, np.uint32))
+    inputs, attributes = (*given, None, None, None, None, zeros), (None, (-1, -1), 0.0, False, True)
+    plain = dataclasses.replace(PAGED_ATTENTION, plan=plan, name=f"plain_{len(changes)}")
+    out = call(plain, inputs, attributes, (None, None))[0]
+    spec = dataclasses.replace(plain, infer=infer, name=f"codes_{parts}_{len(changes)}")
+    codes, scales = (device.numpy(t) for t in call(spec, inputs, attributes, (None, None)))
+    groups = device.numpy(out).astype(np.float64).reshape(batch, 4, 128)
+    values = codes.view(E4M3).astype(np.float64).reshape(-1, 4, 128)
+    if parts == 2:
+        first = np.arange(batch) // 8 * 16 + np.arange(batch) % 8
+        values = values[first] + values[first + 8]
+    largest = np.abs(groups).max(-1, keepdims=True)
+    error = np.abs(values[:batch] * scales[..., None] - groups)
+    allowed = np.abs(groups) / 16 + largest * 2**-9 if parts == 1 else largest * 2**-17
+    assert (error <= allowed).all()
 
 
 def test_a_captured_workspace_stays_the_graphs(device):

@@ -1,0 +1,161 @@
+"""A layer's products for few rows of e4m3 codes, with what lies between them: `cuda_src/gemm/hopper/few_rows_fp8.cu`.
+
+    project   y = p + bias                      p = x @ w.T of codes and scales, or of rms_norm(x) where x has squares
+    gates     codes of activation(gate) * up    [gate | up] = p
+    stream    y = y + p, and codes of y * gamma with the sums of y's squares, of which the next product makes its norm
+
+The engine's own: there is no public name.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cki import dtypes
+from cki.device import DeviceInfo
+from cki.errors import UnsupportedError
+from cki.heuristics.linear import ACTIVATIONS
+from cki.heuristics.linear_hopper import LAUNCH_REGISTERS
+from cki.kernel import KernelSpec, kernel_spec
+from cki.operand import Operand
+from cki.ops.linear_fp8 import choose_fp8_tile
+from cki.ops.linear_hopper import row_obstacles, tensor_map
+from cki.plan import NullPointer, Step
+
+_ARCH = "sm_90a"
+_PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4
+_MODES = {"project": 0, "gates": 1, "stream": 2}
+#: Rows and columns of a tile; neighbours with one scale.
+ROWS, BLOCK = 64, 128
+_THREADS = 384
+#: Rows of codes that are brought.
+_ROWS_X = (16, 32, ROWS)
+#: Of a block of sm_90; stages of the ring.
+_SHARED_BYTES = 232448
+_MOST_STAGES = {"gates": 5, "stream": 8, "project": 8}
+#: Registers of (producer, consumer) threads.
+_REGISTER_SHARES = (40, 232)
+
+
+class Codes(NamedTuple):
+    """Rows as e4m3 [rows, K] with f32 scales of 128 neighbours [rows, K / 128], and where a norm is still to be applied
+    the sums of their squares, over 128 columns each, and its epsilon.
+
+    Or in two parts: codes [64, K] of up to 32 rows, row r in 16 (r / 8) + r % 8 and eight below (W8A16).
+    """
+
+    codes: Operand
+    scales: Operand
+    squares: Operand | None = None
+    eps: float = 0.0
+
+    @property
+    def has_two_parts(self) -> bool:
+        """Whether a row is two of codes."""
+        return self.codes.shape[0] != self.scales.shape[0]
+
+
+def plan_few_rows_fp8(
+    x: Codes, w: Operand, w_scale: Operand, device: DeviceInfo, *, y: Operand | None = None,
+    to: Codes | None = None, bias: Operand | None = None, gamma: Operand | None = None, activation: str | None = None,
+    split: int | None = None,
+) -> tuple[Step, ...]:  # fmt: skip
+    """The launch, which reads w before the one ahead of it has ended; UnsupportedError names every obstacle.
+
+    w: e4m3 with f32 scales of blocks of 128 x 128.  y: "project" writes it; "stream", with gamma [N], adds to it, and
+    writes `to`.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
+    split: blocks of a cluster that share K, 1 or 2, instead of the heuristic's choice.
+    """
+    mode = "gates" if y is None else "project" if to is None else "stream"
+    rows, depth, columns = x.scales.shape[0], x.codes.shape[1], w.shape[0] // (2 if y is None else 1)
+    two_parts = x.has_two_parts
+    obstacles = [] if device.arch == _ARCH else [f"it needs {_ARCH}, the device is {device.arch}"]
+    if columns % (BLOCK if to else 2):
+        obstacles.append(f"{columns} columns are no whole blocks of {BLOCK}")
+    if x.squares is not None and depth % BLOCK:
+        obstacles.append(f"{depth} are no whole blocks of {BLOCK}")
+    if any(t is not None and t.dtype != dtypes.bf16 for t in (y, bias, gamma)):
+        obstacles.append("y, bias and gamma are not bf16")
+    if two_parts and (rows > ROWS // 2 or x.codes.shape[0] != ROWS):
+        obstacles.append(f"{rows} rows in two parts, not up to {ROWS // 2} in {ROWS}")
+    obstacles += row_obstacles("x", x.codes, depth, x.codes.strides[1], x.codes.strides[0], rows)
+    obstacles += row_obstacles("w", w, depth, w.strides[1], w.strides[0], w.shape[0])
+    if obstacles:
+        raise UnsupportedError("few_rows_fp8", obstacles, "linear_fp8, and launches between")
+    if mode == "gates":
+        split = 1
+    elif split is None:
+        split = choose_fp8_tile(1, depth, columns, device.sm_count).split
+    tiles = -(-rows // ROWS) * -(-columns // BLOCK)
+    rows_x = next(n for n in _ROWS_X if n >= 16 * -(-rows // 8) or n == ROWS) if two_parts else ROWS
+    kernel = few_rows_kernel(
+        mode,
+        split,
+        two_parts=two_parts,
+        rows_x=rows_x,
+        norm=x.squares is not None,
+        bias=bias is not None,
+        activation=activation,
+    )
+    blocks = tiles * split if split > 1 else min(tiles, device.sm_count)
+    null = NullPointer()
+    return (Step(
+        kernel, (blocks, 1, 1), (_THREADS, 1, 1),
+        (
+            tensor_map(x.codes, depth, x.codes.shape[0], x.codes.strides[0], (BLOCK, rows_x)),
+            tensor_map(w, depth, w.shape[0], w.strides[0], (BLOCK, BLOCK)), x.scales, w_scale, x.squares or null,
+            bias or null, gamma or null, y or null, *((to.codes, to.scales, to.squares or null) if to else (null,) * 3),
+            rows, columns, depth, x.eps, *x.scales.strides, *w_scale.strides,
+        ),
+        smem=_shared_memory(mode, split, rows_x), cluster=(split, 1, 1), programmatic=True,
+        reason=f"{rows} x {depth} by {w.shape[0]}, {mode}: e4m3 wgmma and TMA, {tiles} tiles, K in {split} parts",
+    ),)  # fmt: skip
+
+
+def _stages(mode: str, split: int, rows_x: int) -> int:
+    """Of the ring: as many as fit, up to a limit."""
+    return min(_MOST_STAGES[mode], (_SHARED_BYTES - _fixed_bytes(split)) // _stage_bytes(mode, rows_x))
+
+
+def _stage_bytes(mode: str, rows_x: int) -> int:
+    """Of codes, their scales, barriers."""
+    return (rows_x + (2 if mode == "gates" else 1) * BLOCK) * BLOCK + (ROWS + 4) * 4 + 16
+
+
+def _fixed_bytes(split: int) -> int:
+    """Of what blocks or consumers tell each other."""
+    return 8 * 4096 if split > 1 else 2048
+
+
+def _shared_memory(mode: str, split: int, rows_x: int) -> int:
+    return _stages(mode, split, rows_x) * _stage_bytes(mode, rows_x) + _fixed_bytes(split)
+
+
+def few_rows_kernel(
+    mode: str,
+    split: int = 1,
+    *,
+    two_parts: bool = False,
+    rows_x: int = ROWS,
+    norm: bool = False,
+    bias: bool = False,
+    activation: str | None = None,
+) -> KernelSpec:
+    """The kernel of one configuration.  norm: x has squares.  rows_x: of its codes that are brought."""
+    producer, consumer = _REGISTER_SHARES
+    return kernel_spec(
+        "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
+        kStages=_stages(mode, split, rows_x), kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
+        kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation],
+        kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer,
+    )  # fmt: skip
+
+
+def representative_specs() -> list[KernelSpec]:
+    """Kernels that stand for all."""
+    return [
+        few_rows_kernel("gates", norm=True, activation="silu"), few_rows_kernel("gates", activation="gelu_tanh"),
+        few_rows_kernel("stream", 2), few_rows_kernel("stream"), few_rows_kernel("project", 2, norm=True, bias=True),
+        few_rows_kernel("project", norm=True), few_rows_kernel("gates", two_parts=True, norm=True, activation="silu"),
+        few_rows_kernel("stream", 2, two_parts=True, rows_x=16), few_rows_kernel("project", two_parts=True, norm=True),
+    ]  # fmt: skip

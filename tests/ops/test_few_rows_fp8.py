@@ -1,0 +1,171 @@
+"""A layer's products of few rows of e4m3 codes, with norms, gates and quantisations, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cki import dtypes
+from cki.device import sim_device
+from cki.errors import UnsupportedError
+from cki.operand import dense
+from cki.ops.call import call
+from cki.ops.few_rows_fp8 import Codes, plan_few_rows_fp8
+from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec
+from cki.plan import Plan
+from cki.reference import linear_fp8
+from tests.compare import assert_close
+from tests.ops.inputs import BF16, E4M3, normal
+from tests.ops.test_linear_fp8 import codes, hopper, scales  # noqa: F401
+from tests.orders import every_check
+
+EPS = 1e-5
+
+
+def operation(sm_count: int, split: int) -> OpSpec:
+    """The planner as an operation: all of its inputs and outputs."""
+
+    def infer(problem):
+        rows, columns = (
+            problem["x_scale"].shape[0],
+            problem["w"].shape[0] // (2 if problem.get("y") is None else 1),
+        )
+        groups = (rows, columns // 128)
+        return {
+            "out": OutputSpec((problem["x"].shape[0], columns), dtypes.u8), "scale_out": OutputSpec(groups, dtypes.f32),
+            "squares_out": OutputSpec(groups, dtypes.f32),
+        }  # fmt: skip
+
+    def plan(problem, outputs, device):
+        x = Codes(problem["x"], problem["x_scale"], problem.get("squares"), EPS)
+        is_plain = problem.get("y") is not None and problem.get("gamma") is None
+        steps = plan_few_rows_fp8(
+            x, problem["w"], problem["w_scale"], dataclasses.replace(device, sm_count=sm_count), y=problem.get("y"),
+            to=None if is_plain else Codes(outputs["out"], outputs["scale_out"], outputs["squares_out"]),
+            bias=problem.get("bias"), gamma=problem.get("gamma"), activation=problem.attribute("activation"),
+            split=split,
+        )  # fmt: skip
+        return Plan(steps)
+
+    optional = (
+        Input("squares", True),
+        Input("y", True, written=True),
+        Input("bias", True),
+        Input("gamma", True),
+    )
+    return OpSpec(
+        name=f"few_rows_fp8_{sm_count}_{split}", inputs=(*map(Input, ("x", "x_scale", "w", "w_scale")), *optional),
+        attributes=(Attribute("activation", str),), outputs=("out", "scale_out", "squares_out"),
+        check=lambda problem: None, infer=infer, plan=plan,
+    )  # fmt: skip
+
+
+def run(device, given, sm_count=132, split=1, activation=None):
+    """y, codes, scales and sums of squares; the same in every order of the device's threads."""
+    results = []
+    for seed in range(2):
+        with every_check(device, seed):
+            tensors = [None if t is None else device.array(t.copy()) for t in given]
+            outputs = call(operation(sm_count, split), tuple(tensors), (activation,), (None,) * 3)
+            results.append([device.numpy(t).copy() for t in (tensors[5], *outputs) if t is not None])
+    for first, second in zip(*results):
+        assert given[7] is None or first.tobytes() == second.tobytes()
+    return results[0]
+
+
+def problem(rows, depth, columns, *, norm, parts):
+    """Codes of x and w, scales, squares of rows; and the product.  parts: two rows of codes for one of x."""
+    blocks = -(-depth // 128)
+    x, w = codes((parts * rows, depth), 1), codes((columns, depth), 2)
+    x_scale, w_scale = scales((rows, blocks), 3) / 4, scales((-(-columns // 128), blocks), 4) / 4
+    squares = np.abs(normal((rows, blocks), np.float32, 5)) * 100 if norm else None
+    product = sum(linear_fp8(part, x_scale, w, w_scale) for part in np.split(x, parts))
+    if norm:
+        product /= np.sqrt(squares.astype(np.float64).sum(1, keepdims=True) / depth + EPS)
+    if parts == 2:
+        physical = np.random.default_rng(9).integers(0, 256, (64, depth)).astype(np.uint8)  # most of nobody
+        physical[first_parts(rows)], physical[first_parts(rows) + 8] = np.split(x, 2)
+        x = physical
+    return (x, x_scale, w, w_scale, squares), product
+
+
+def first_parts(rows):
+    return np.arange(rows) // 8 * 16 + np.arange(rows) % 8
+
+
+def check_codes(got, scale, values, parts):
+    """Of one part half a step of three bits of mantissa, or of the least normal code, may be lost, and what bf16 takes
+    before; of two parts 2^-8 of a value, and what a tensor core loses of products that cancel."""
+    groups = values.reshape(len(values), -1, 128)
+    largest = np.abs(groups).max(-1)
+    stands_for = got.view(E4M3).astype(np.float64)
+    if parts == 2:
+        stands_for = stands_for[first_parts(len(values))] + stands_for[first_parts(len(values)) + 8]
+        assert (np.frexp(scale)[0] == 0.5).all()
+        assert (scale * 127 <= largest).all() and (largest <= scale * 257).all()
+    else:
+        np.testing.assert_allclose(scale, largest / 448, rtol=1e-2)
+    relative, absolute = (1 / 15, 2**-9) if parts == 1 else (2**-8, 2**-10)
+    error = np.abs(stands_for.reshape(groups.shape) * scale[..., None] - groups)
+    assert (error <= np.abs(groups) * relative + largest[..., None] * absolute).all()
+
+
+# Several rounds of the ring and a part of a stage, a block with several tiles; one row; two tiles of rows.
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "sm_count", "norm", "parts"),
+    [
+        (64, 896, 256, 1, True, 1),
+        (1, 16, 128, 4, False, 1),
+        (70, 272, 128, 4, False, 1),
+        (19, 896, 256, 1, True, 2),
+    ],
+)
+def test_gates(hopper, rows, depth, columns, sm_count, norm, parts):  # noqa: F811
+    given, product = problem(rows, depth, 2 * columns, norm=norm, parts=parts)
+    got, scale, _ = run(hopper, (*given, None, None, None), sm_count, 1, "silu")
+    gate, up = np.split(product, 2, axis=1)
+    check_codes(got, scale, gate / (1 + np.exp(-gate)) * up, parts)
+
+
+# K in two parts, uneven and a part of a stage; whole, a block with several tiles.
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "split", "sm_count", "parts"),
+    [
+        (64, 2448, 256, 2, 132, 1),
+        (70, 272, 128, 2, 132, 1),
+        (70, 272, 256, 1, 2, 1),
+        (32, 272, 128, 2, 132, 2),
+    ],
+)
+def test_stream(hopper, rows, depth, columns, split, sm_count, parts):  # noqa: F811
+    given, product = problem(rows, depth, columns, norm=False, parts=parts)
+    y, gamma = normal((rows, columns), BF16, 6), normal((columns,), BF16, 7)
+    after, got, scale, squares = run(hopper, (*given, y, None, gamma), sm_count, split)
+    truth = y.astype(np.float64) + product
+    assert_close(after, truth, truth.astype(BF16))
+    rounded = after.astype(np.float64)
+    check_codes(got, scale, rounded * gamma.astype(np.float64), parts)
+    np.testing.assert_allclose(squares, (rounded**2).reshape(rows, -1, 128).sum(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "split", "parts"),
+    [(33, 1408, 192, 1, 1), (64, 256, 640, 2, 1), (9, 256, 192, 1, 2)],
+)
+def test_project(hopper, rows, depth, columns, split, parts):  # noqa: F811
+    given, product = problem(rows, depth, columns, norm=True, parts=parts)
+    y, bias = normal((rows, columns), BF16, 6), normal((columns,), BF16, 7)
+    got = run(hopper, (*given, y, bias, None), 132, split)[0]
+    truth = product + bias.astype(np.float64)
+    assert_close(got, truth, truth.astype(BF16))
+
+
+def test_what_it_does_not_take():
+    """Other GPUs, and columns that are no whole blocks."""
+    x = Codes(dense("x", (64, 256), dtypes.e4m3), dense("x_scale", (64, 2), dtypes.f32))
+    w, w_scale = dense("w", (2 * 192, 256), dtypes.e4m3), dense("w_scale", (3, 2), dtypes.f32)
+    to = Codes(dense("out", (64, 192), dtypes.e4m3), dense("scale_out", (64, 2), dtypes.f32))
+    with pytest.raises(UnsupportedError, match="sm_90a(.|\n)*whole blocks"):
+        plan_few_rows_fp8(x, w, w_scale, sim_device("sm_80"), to=to)
