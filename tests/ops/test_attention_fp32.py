@@ -98,6 +98,16 @@ def test_what_a_hidden_key_holds_does_not_matter(device, value):
     assert_close(out, reference.attention(*seen, causal=True), plain(*seen, causal=True)[0])
 
 
+def test_a_visible_value_that_is_not_finite_is_in_the_result(device):
+    q, k, v = qkv(F32, 70, 90, dim=16)
+    v[0, 80, 0, 3], v[0, 81, 0, 4], v[0, 82, 0, 5] = np.inf, -np.inf, np.nan
+    out = device.numpy(hopper(*map(device.array, (q, k, v)), tiles=SMALL)[0])
+    truth = reference.attention(q, k, v)
+    assert np.array_equal(
+        np.where(np.isfinite(truth), 0, truth), np.where(np.isfinite(out), 0, out), equal_nan=True
+    )
+
+
 @pytest.mark.parametrize(("scale", "keys"), [(1e-30, 90), (1e30, 90), (3.4e38, 1)])
 def test_every_magnitude_of_values_keeps_fp32_accuracy(device, scale, keys):
     """bf16 has the range of fp32, and what would be rounded to infinity is cut off instead."""

@@ -244,14 +244,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_fp3
         lse[(static_cast<i64>(result_batch) * heads + tile.head) * query_length + tile.first_query + row + 8 * r] =
             log_sum_exp[r];
       }
-      if constexpr (kHides) {
-        const bool is_bad = !is_finite_row(output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
-        to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && exists), 0);
-        if (factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
+      const bool is_bad = !is_finite_row(output, r) && fabsf(log_sum_exp[r]) < positive_infinity();
+      to_repair[r] = __shfl_sync(kFullWarp, __ballot_sync(kFullWarp, is_bad && exists), 0);
+      if (kHides && factor[r] == 0.0f) {  // saw no key: 0, whatever the tiles held
 #pragma unroll
-          for (int i = 0; i < kValueDim / 2; ++i) {
-            if (i / 2 % 2 == r) output[i] = 0.0f;
-          }
+        for (int i = 0; i < kValueDim / 2; ++i) {
+          if (i / 2 % 2 == r) output[i] = 0.0f;
         }
       }
     }
@@ -260,21 +258,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_fp3
     for (int r = 0; r < 2; ++r) {
       store_row<float, false, kPairStore>(out_of(row + 8 * r), out_dim, output, r, value_dim, row + 8 * r < tile.queries);
     }
-    if constexpr (kHides) {
-      for_each_bad_row(to_repair, [&](int r, int lane_of_row) {
-        const QueryRow<BiasElement> one = query_of(tile, __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r);
-        const int kv_head = tile.head / group;
-        const RowOperands<float, StridedRows<float>> at{
-            q + origin_of(q_batch, q_head, tile.head) + (tile.first_query + one.query) * q_sequence,
-            {k + origin_of(k_batch, k_head, kv_head) + tile.first_key * k_sequence, k_sequence},
-            {v + origin_of(v_batch, v_head, kv_head) + tile.first_key * v_sequence, v_sequence},
-            out_of(one.query),
-            out_dim};
-        compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
-                                         __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
-                                         DroppedKeys{dropout, one.query, one.dropout_row, result_factor});
-      });
-    }
+    // Also where no key is hidden: an infinite value times the pieces of a weight, of which some are 0, is NaN.
+    for_each_bad_row(to_repair, [&](int r, int lane_of_row) {
+      const QueryRow<BiasElement> one = query_of(tile, __shfl_sync(kFullWarp, row, lane_of_row) + 8 * r);
+      const int kv_head = tile.head / group;
+      const RowOperands<float, StridedRows<float>> at{
+          q + origin_of(q_batch, q_head, tile.head) + (tile.first_query + one.query) * q_sequence,
+          {k + origin_of(k_batch, k_head, kv_head) + tile.first_key * k_sequence, k_sequence},
+          {v + origin_of(v_batch, v_head, kv_head) + tile.first_key * v_sequence, v_sequence},
+          out_of(one.query),
+          out_dim};
+      compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
+                                       __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
+                                       DroppedKeys{dropout, one.query, one.dropout_row, result_factor});
+    });
   }
   turns.finish();
 }
