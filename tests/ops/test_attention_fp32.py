@@ -40,7 +40,7 @@ def test_real_tiles(device, dim, tiles):
     check(device, q, k, v, tiles=tiles, causal=True)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (40, 72), (96, 16)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(5, 5), (96, 72)])
 def test_head_dims_and_groups(device, dim, value_dim):
     """Also a dimension whose rows begin at any multiple of 4 bytes."""
     q, k, v = qkv(F32, 70, 90, heads=6, kv_heads=2, dim=dim, value_dim=value_dim, batch=2)
@@ -81,7 +81,7 @@ def test_packed_sequences(device, lengths):
         packed_sequences.check(device, tensors, SMALL, causal=causal)
 
 
-@pytest.mark.parametrize("schedule", ["single", "fixed", "dynamic"])
+@pytest.mark.parametrize("schedule", ["single", "dynamic"])
 def test_rings_and_turns_under_every_check(device, schedule):
     q, k, v = qkv(F32, 140, 150, heads=3, dim=16)
     for seed in orders(device, len(schedule)):
