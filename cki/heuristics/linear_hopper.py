@@ -49,7 +49,7 @@ class HopperTile:
     sharers: blocks of a cluster whose tiles lie below each other, and who bring their weight for each other.
     programmatic: the launch may begin while the one before it in the stream ends.
     consumers: 2, or 1 in a small block, of which an SM holds several.
-    ahead: stages of its weight that a launch asks for in L2 while the one before it ends; 0: the ring's.
+    ahead: stages of its weight that a launch asks for in L2 while the one before it ends; 0: see `stages_ahead`.
     left: of its copies, when it lets the next launch begin: late, that one asks for its weight when memory has nothing
         else to do; -1: from the beginning on.
     rows_x: of x that are copied, where it has no more; 0: all of the tile's.
@@ -82,6 +82,13 @@ class HopperTile:
     def threads(self) -> int:
         """A producer warpgroup and the consumers."""
         return 128 * (1 + self.consumers)
+
+    @property
+    def stages_ahead(self) -> int:
+        """The ring's where the next launch begins late, which is few rows' way.  Of more rows many blocks ask for the
+        same weight: all of the ring's stages cost 12 % at 512 x 1024 x 4096 and 2048 x 1024 x 1024, 1 to 5 % of larger
+        products."""
+        return self.ahead or (self.stages if self.left >= 0 else 2)
 
     @property
     def blocks_together(self) -> int:
@@ -146,6 +153,8 @@ FETCHING_TILES = (
 #: product; and L2 gives an SM 64 bytes a clock, which tiles of 128 x 128 take whole: a residual costs 6 % at K = 1024.
 WIDE_TILES = (HopperTile(128, 192, 4, True, fetches=True), HopperTile(128, 192, 4, True))
 _WIDE_STAGES, _WIDE_ROUNDS = 16, 1.035
+#: Of tiles that split K: seven take 3 to 4 % less than the eight that fit, and than six.
+_SPLIT_STAGES = 7
 #: What `bench/gemm.py --hopper` checks and times: those, and some that might join them.
 CANDIDATES = (
     *TILES, HopperTile(64, 256, 4, True), HopperTile(128, 128, 6, True, sharers=2), HopperTile(128, 256, 4, sharers=2),
@@ -256,6 +265,8 @@ def preferred_hopper_tile(
     )
     if 48 < rows <= 64 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES:
         tile = _heavy_tile(columns, device)
+    elif tile.split > 1:
+        tile = replace(tile, stages=_SPLIT_STAGES)
     if may_be_wide and _is_better_wide(tile, rows, columns, depth, device):
         tile = WIDE_TILES[0 if residual else 1]
     elif residual and (tile.split, tile.consumers) == (1, 2):

@@ -313,7 +313,7 @@ def hopper_kernel(
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kHasResidual=residual,
         kActivation=_GELU_PAIRS if pairs and activation == "gelu" else ACTIVATIONS[activation],
         kBlockM=tile.block_m, kRowsX=tile.rows_x or tile.block_m,
-        kBlockN=tile.block_n, kStages=tile.stages, kStagesAhead=tile.ahead or tile.stages, kLeft=tile.left,
+        kBlockN=tile.block_n, kStages=tile.stages, kStagesAhead=tile.stages_ahead, kLeft=tile.left,
         kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated,
         kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,
         kTmaStore=tma_store, kTmaResidual=fetches, kVectorY=2 if pair_y else 1,
