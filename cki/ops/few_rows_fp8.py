@@ -59,7 +59,8 @@ class Codes(NamedTuple):
 class Heads(NamedTuple):
     """Where queries, keys and values go that a product gives: y's columns are their heads, of 128.
 
-    caches: dense [blocks, block_size, kv_heads, 128], bf16.  slots i64, positions i32: [rows], older than the launch before.
+    caches: dense [blocks, block_size, kv_heads, 128], bf16.  slots i64 [rows].  positions i32 [rows]: the launch before
+    does not write them.
     norms: of queries and keys.  table: f32 [positions, 128], cosines, then sines; or None for `base`.
     """
 
@@ -180,5 +181,6 @@ def representative_specs() -> list[KernelSpec]:
         few_rows_kernel("stream", 2), few_rows_kernel("stream"), few_rows_kernel("project", 2, norm=True, bias=True),
         few_rows_kernel("project", norm=True), few_rows_kernel("gates", two_parts=True, norm=True, activation="silu"),
         few_rows_kernel("stream", 2, two_parts=True, rows_x=16), few_rows_kernel("project", two_parts=True, norm=True),
-        few_rows_kernel("heads", norm=True, head_norm=True), few_rows_kernel("heads", two_parts=True, norm=True, table=True),
+        few_rows_kernel("heads", norm=True, head_norm=True),
+        few_rows_kernel("heads", two_parts=True, norm=True, table=True, bias=True),
     ]  # fmt: skip
