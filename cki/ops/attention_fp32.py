@@ -10,10 +10,10 @@ from cki.heuristics.attention_hopper import GROUP_ROWS, key_span, value_span
 from cki.kernel import kernel_spec
 from cki.operand import Operand, dense
 from cki.ops.packed_sequences import PackedSequences
-from cki.plan import Step, TensorMapArg
+from cki.plan import ArgumentValue, Step, TensorMapArg
 
 _ARCH = "sm_90a"
-_SPLIT_PARAMS = "P" * 6 + "q" * 9 + "i" * 7
+_SPLIT_PARAMS = "P" * 7 + "q" * 9 + "i" * 7
 _SPLIT_THREADS, _SPLIT_GROUP = 256, 8
 #: The workspace slots of the pieces of queries, keys and values.
 PIECES_OF = ("attention_q_pieces", "attention_k_pieces", "attention_v_pieces")
@@ -52,9 +52,12 @@ def preferred_fp32(
 
 
 def plan_split(
-    q: Operand, k: Operand, v: Operand, tiles: Fp32Tiles
+    q: Operand, k: Operand, v: Operand, tiles: Fp32Tiles, counter: ArgumentValue
 ) -> tuple[Step, tuple[TensorMapArg, TensorMapArg, TensorMapArg]]:
-    """The launch that writes the pieces to the workspace, and the kernel's tensor maps of them."""
+    """The launch that writes the pieces to the workspace, and the kernel's tensor maps of them.
+
+    counter: of the dynamic schedule, which it zeroes, or a null pointer.
+    """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads, value_dim = v.shape[1:]
     pieces = [
@@ -69,7 +72,7 @@ def plan_split(
     sizes = (batch, queries, keys, heads, kv_heads, head_dim, value_dim)
     strides = (*q.strides[:3], *k.strides[:3], *v.strides[:3])
     step = Step(
-        kernel, (blocks, 3, 1), (_SPLIT_THREADS, 1, 1), (q, k, v, *pieces, *strides, *sizes),
+        kernel, (blocks, 3, 1), (_SPLIT_THREADS, 1, 1), (q, k, v, *pieces, counter, *strides, *sizes),
         reason="fp32 as three pieces of bf16",
     )  # fmt: skip
     spans = (key_span(padded(head_dim)),) * 2 + (value_span(padded(value_dim)),)

@@ -193,8 +193,8 @@ def plan_hopper(
     """The launches: a reset of the work counter for the dynamic schedule, and the kernel.
 
     features, arguments, descales: the constants and arguments that the generic kernel has too.
-    Before both fp32 is split into pieces.  The dynamic schedule needs the workspace COUNTER.  UnsupportedError names
-    every obstacle.
+    Of fp32, one that splits and resets, and the kernel.  The dynamic schedule needs the workspace COUNTER.
+    UnsupportedError names every obstacle.
     """
     is_fp32 = isinstance(tiles, Fp32Tiles)
     obstacles = (fp32_obstacles if is_fp32 else hopper_obstacles)(q, k, v, device, packed)
@@ -260,7 +260,7 @@ def plan_hopper(
     counter: ArgumentValue = dense(COUNTER[0], (1,), dtypes.u32) if is_dynamic else NullPointer()
     before: tuple[Step, ...] = ()
     if isinstance(tiles, Fp32Tiles):
-        split, maps = plan_split(q, k, v, tiles)
+        split, maps = plan_split(q, k, v, tiles, counter)
         before = (split,)
     else:
         key_box, value_box = key_span(key_columns) // itemsize, value_span(value_columns) // itemsize
@@ -272,16 +272,15 @@ def plan_hopper(
     step = Step(
         kernel, (blocks, 1, 1), (tiles.threads, 1, 1),
         (*maps, counter, *arguments, *order, _batches(k) - 1, _batches(v) - 1, parts, part_keys, *descales),
-        tiles.shared_memory(key_columns, value_columns, packed is not None), programmatic=is_dynamic,
+        tiles.shared_memory(key_columns, value_columns, packed is not None), programmatic=is_dynamic or is_fp32,
         reason=f"wgmma and TMA, {tiles}",
     )  # fmt: skip
-    if not is_dynamic:
+    if is_fp32 or not is_dynamic:
         return (*before, step)
     reset = kernel_spec(
         "attention/hopper/reset_counter.cu", "reset_counter", "P", archs=(_ARCH,), max_registers=32
     )
-    zero = Step(reset, (1, 1, 1), (32, 1, 1), (counter,), reason="counter of the dynamic schedule")
-    return *before, zero, step
+    return Step(reset, (1, 1, 1), (32, 1, 1), (counter,), reason="counter of the dynamic schedule"), step
 
 
 def key_parts(keys: int, tiles: HopperTiles) -> tuple[int, int]:

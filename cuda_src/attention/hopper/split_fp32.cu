@@ -4,11 +4,13 @@
 //   strides, the last 1 -> [batch, tokens, heads, 3, dim rounded up to 8] bf16, columns past the end 0
 //
 // A thread splits 8 elements of a row. Bytes: 4 an element read, 6 written. Grid: (groups of the largest / kThreads, 3).
+// It also zeroes the counter of the dynamic schedule, where there is one.
 // Prelude: kWide: rows are whole groups, at multiples of 16 bytes.
 #include "common/convert_element.cuh"
 #include "common/online_softmax.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
+#include "ptx/grid_dependency.cuh"
 
 using namespace cki;
 
@@ -30,9 +32,11 @@ __device__ __forceinline__ float take_piece(float& x) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     split_fp32(const float* __restrict__ q, const float* __restrict__ k, const float* __restrict__ v, u32* q_out, u32* k_out,
-               u32* v_out, i64 q_batch, i64 q_sequence, i64 q_head, i64 k_batch, i64 k_sequence, i64 k_head, i64 v_batch,
+               u32* v_out, u32* counter, i64 q_batch, i64 q_sequence, i64 q_head, i64 k_batch, i64 k_sequence, i64 k_head, i64 v_batch,
                i64 v_sequence, i64 v_head, int batch, int queries, int keys, int heads, int kv_heads, int head_dim,
                int value_dim) {
+  ptx::griddepcontrol_launch_dependents();
+  if (counter != nullptr && blockIdx.x + blockIdx.y + threadIdx.x == 0) *counter = 0;
   const i64 unit = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
   const auto split = [&](const float* from, u32* out, i64 batch_stride, i64 token_stride, i64 head_stride, int tokens,
                          int rows, int dim) {
