@@ -17,8 +17,8 @@ from cki import dtypes
 from cki.adapters import gradient_tensorflow, tf_xla
 from cki.adapters.tf_node import NodeCall
 from cki.adapters.tf_ops import node, op_name, results_of
-from cki.adapters.tf_stablehlo import Tensor
 from cki.adapters.tf_types import FROM_TF, TO_CODE, as_tensor_or_variable
+from cki.adapters.tf_xla import Tensor
 from cki.errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from cki.ops.bind import attribute_values
 from cki.ops.spec import OpSpec

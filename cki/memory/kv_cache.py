@@ -33,8 +33,7 @@ from cki.memory import arguments
 from cki.memory.arguments import is_integer, is_size, listed, token_counts
 from cki.memory.blocks import BlockAllocator, Sequences
 from cki.memory.content import Salt
-from cki.memory.step_tables import StepTables
-from cki.memory.storage import CacheShape, CacheStorage
+from cki.memory.storage import CacheShape, CacheStorage, StepTables
 from cki.memory.views import CacheLayer, CacheTensor, Step
 
 

@@ -15,11 +15,16 @@ from cki.reference.encoder import (
     fused_ffn,
     token_positions,
 )
-from cki.reference.linear import gated_linear, linear, linear_fp8
+from cki.reference.linear import bias_activation, gated_activation, gated_linear, linear, linear_fp8, softmax
 from cki.reference.norm import layer_norm, layer_norm_quantize, quantize_fp8, rms_norm, rms_norm_quantize
-from cki.reference.paged import append_kv, decode_attention, merge_states, paged_attention, varlen_attention
-from cki.reference.pointwise import bias_activation, gated_activation, softmax
-from cki.reference.rope import apply_rope
+from cki.reference.paged import (
+    append_kv,
+    apply_rope,
+    decode_attention,
+    merge_states,
+    paged_attention,
+    varlen_attention,
+)
 
 # Where a function and its module share a name (attention, encoder, linear), these imports leave the function.
 __all__ = [

@@ -9,10 +9,9 @@ import numpy as np
 from cki.ops.table import public_specs
 from cki.reference.attention import attention
 from cki.reference.encoder import encoder_layer, encoder_layers, fused_attention, fused_ffn
-from cki.reference.linear import gated_linear, linear
+from cki.reference.linear import bias_activation, gated_activation, gated_linear, linear, softmax
 from cki.reference.norm import layer_norm, rms_norm
-from cki.reference.pointwise import bias_activation, gated_activation, softmax
-from cki.reference.rope import apply_rope
+from cki.reference.paged import apply_rope
 
 REFERENCES = {
     "layer_norm": layer_norm, "rms_norm": rms_norm, "attention": attention, "linear": linear,

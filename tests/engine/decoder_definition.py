@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cki.reference.attention import attention
 from cki.reference.linear import gated_linear, linear
 from cki.reference.norm import rms_norm
-from cki.reference.rope import apply_rope
+from cki.reference.paged import apply_rope
 
 if TYPE_CHECKING:
     from cki.engine.config import ModelConfig
