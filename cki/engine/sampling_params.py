@@ -31,7 +31,9 @@ class SamplingParams:
     top_p: of those the fewest with at least this probability together.
     min_p: only tokens with this much of the largest probability or more.
     repetition_penalty: divides (positive) or multiplies (negative) logits of tokens that prompt or answer hold.
-    seed: a request with a seed gets the same tokens in any company; None takes a random one.
+    seed: a request with a seed has the same draws in any company, and so the same tokens up to what its company changes
+        in logits: last bits, and with e4m3 weights percents, as batches of over 32 round activations too.  None takes a
+        random one.
     stop: texts that end the answer; they are not part of it.  stop_token_ids: tokens that do, besides the model's own.
     ignore_eos: the model's own ends do not end it.
     logprobs: report the logprob of each token and of so many alternatives, 0 to 20; None reports nothing.
