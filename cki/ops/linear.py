@@ -273,8 +273,7 @@ def check_linear(
     """Note what is wrong with a weight, and its bias, for a depth x columns product with x.  -1: any extent."""
     x_name, w_name, bias_name = names
     x, w, bias = problem[x_name], problem[w_name], problem.get(bias_name)
-    if w.dtype != x.dtype:
-        problem.reject_type(f"{w_name} is {w.dtype}, {x_name} is {x.dtype}", f"{w_name} of {x.dtype}")
+    problem.require_like(x, w_name)
     axes = ("K", "N") if weight_layout == "in_out" else ("N", "K")
     wanted = dict(zip(("K", "N"), (depth, columns)))
     shape = tuple(axis if wanted[axis] < 0 else wanted[axis] for axis in axes)
@@ -295,9 +294,7 @@ def check_linear(
 def check_vector(problem: Problem, name: str, extent: int | None, x: Operand) -> None:
     """Note what is wrong with a vector of that extent (None: not known), of f32 or x's type."""
     vector = problem[name]
-    if vector.dtype not in (dtypes.f32, x.dtype):
-        types = "f32" if x.dtype == dtypes.f32 else f"f32 or {x.dtype}"
-        problem.reject_type(f"{name} is {vector.dtype}", f"{name} of {types}")
+    problem.require_like(x, name, f32=True)
     if extent is not None and vector.shape != (extent,):
         problem.reject(f"{name} has shape {vector.shape}", f"{name} of shape ({extent},)")
 
@@ -327,8 +324,7 @@ def _check(problem: Problem) -> None:
     check_linear(problem, x.shape[-1], -1, weight_layout=layout)
     w, residual = problem["w"], problem.get("residual")
     if residual is not None:
-        if residual.dtype != x.dtype:
-            problem.reject_type(f"residual is {residual.dtype}, x is {x.dtype}", f"residual of {x.dtype}")
+        problem.require_like(x, "residual")
         if w.ndim == 2 and residual.shape != (*x.shape[:-1], _columns(w, layout)):
             problem.reject(
                 f"residual has shape {residual.shape}, the result has shape {(*x.shape[:-1], _columns(w, layout))}",

@@ -95,8 +95,7 @@ def check_norm(problem: Problem) -> None:
         problem.reject(
             f"residual has shape {residual.shape}, x has shape {x.shape}", f"residual of shape {x.shape}"
         )
-    if residual is not None and residual.dtype != x.dtype:
-        problem.reject_type(f"residual is {residual.dtype}, x is {x.dtype}", f"residual of {x.dtype}")
+    problem.require_like(x, "residual")
     if problem.attribute("eps") < 0:
         problem.reject(f"eps is {problem.attribute('eps')}", "eps of 0 or more")
     if problem.attribute("normalize") not in ("rounded", "unrounded"):

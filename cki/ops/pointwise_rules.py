@@ -47,8 +47,7 @@ def check_like(problem: Problem, name: str, x: Operand) -> None:
         problem.reject(
             f"{name} has shape {tensor.shape}, x has shape {x.shape}", f"{name} of shape {x.shape}"
         )
-    if tensor.dtype != x.dtype:
-        problem.reject_type(f"{name} is {tensor.dtype}, x is {x.dtype}", f"{name} of {x.dtype}")
+    problem.require_like(x, name)
 
 
 def broadcast_to(tensor: Operand, shape: tuple[int, ...]) -> Operand | None:

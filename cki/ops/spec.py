@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cki import dtypes
 from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.errors import InvalidArgumentError, InvalidTypeError
@@ -100,6 +101,23 @@ class Problem:
             operand = self.get(name)
             if operand is not None and operand.dtype not in allowed:
                 self.reject_type(f"{name} is {operand.dtype}", f"{name} of {wanted}")
+
+    def require_like(self, like: Operand, *names: str, f32: bool = False) -> None:
+        """Note each of those tensors, where given, that is not of another's type, one of numbers.  f32: or of f32.
+
+        A type of that one's that is refused itself is no hint for others.
+        """
+        numbers = (dtypes.f32, dtypes.f16, dtypes.bf16)
+        wanted = f"{like.dtype}" if like.dtype in numbers else f"{like.slot}'s type"
+        if f32 and like.dtype != dtypes.f32:
+            wanted = f"f32 or {wanted}"
+        beside = "" if f32 else f", {like.slot} is {like.dtype}"
+        for name in names:
+            operand = self.get(name)
+            if operand is None or (f32 and operand.dtype == dtypes.f32):
+                continue
+            if operand.dtype != like.dtype or operand.dtype not in numbers:
+                self.reject_type(f"{name} is {operand.dtype}{beside}", f"{name} of {wanted}")
 
     def refusal(self, summary: str) -> InvalidTypeError | InvalidArgumentError:
         """The error that names all violations."""

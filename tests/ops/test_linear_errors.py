@@ -68,6 +68,7 @@ def test_every_violation_is_listed():
     for words in ("x is i32", "w is f32, x is i32", "bias has shape (5,)", "residual has shape (3, 6)",
                   "residual is f32", "activation is 'x'", "weight_layout is 'y'"):  # fmt: skip
         assert words in text
+    assert text.endswith("w of x's type; bias of shape (6,); residual of x's type; residual of shape (4, 6)")
 
 
 def test_missing_and_foreign_tensors():
