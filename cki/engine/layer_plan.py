@@ -15,7 +15,7 @@ from cki.engine.products import Products, Stream, Weight
 from cki.heuristics.linear import ACTIVATIONS
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
-from cki.ops.few_rows_fp8 import ROWS, Codes, Heads, plan_few_rows_fp8
+from cki.ops.few_rows_fp8 import ROWS, Codes, plan_few_rows_fp8
 from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
 from cki.ops.paged import plan_paged_attention
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _MATRICES = (("wqkv", "bqkv"), ("wo", "bo"), ("wgu", "bgu"), ("wd", "bd"))
 #: Sequences from which on that is better than `linear_decode` (an H200).
 _LEAST_TOKENS = 4
-HEADS_INSIDE = False
 #: Stands for the gamma of the norm behind a layer.
 NEXT_GAMMA = "next_norm"
 
@@ -103,18 +102,14 @@ class LayerPlanner:
         of_x = codes("x", x.shape[1], dense("squares", (tokens, x.shape[1] // 128), dtypes.f32))
         of_attended, of_inner = codes("inner", attended.shape[1]), codes("inner", inner.shape[1])
         norm1, gamma = self._norm("norm1"), self._norm("norm2").gamma
-        if stream.codes is not None and HEADS_INSIDE and not self.model.kv_codes:
-            steps = product(stream.codes, wqkv, y=qkv, heads=self._heads())
-            steps += self._attention(qkv, attended, of_attended, appended=True)
-        elif stream.codes is not None:
-            steps = product(stream.codes, wqkv, y=qkv) + self._attention(qkv, attended, of_attended)
+        if stream.codes is not None:
+            steps = product(stream.codes, wqkv, y=qkv)
         elif has_two_parts:
             steps = self.products.project(stream, norm1, wqkv, qkv, in_16_bits=True)
-            steps += self._attention(qkv, attended, of_attended)
         else:
             first = of_x._replace(squares=None)
             steps = self.products.quantised(stream, norm1, first[:2]) + product(first, wqkv, y=qkv)
-            steps += self._attention(qkv, attended, of_attended)
+        steps += self._attention(qkv, attended, of_attended)
         steps += product(of_attended, wo, y=x, to=of_x, gamma=gamma)
         steps += product(of_x, wgu, to=of_inner, activation=self.model.config.activation)
         steps += product(of_inner, wd, y=x, to=of_x, gamma=replace(gamma, slot=NEXT_GAMMA))
@@ -125,20 +120,7 @@ class LayerPlanner:
             self.workspace[slot] = max(nbytes, self.workspace.get(slot, 0))
         return plan.steps
 
-    def _heads(self) -> Heads:
-        """Where a product's heads go."""
-        tokens, eps = self.shape.tokens, self.model.config.rms_norm_eps
-        q_norm, k_norm = self._weight("q_norm"), self._weight("k_norm")
-        rotation = self._rotation()
-        return Heads(
-            (self._cache("k"), self._cache("v")), dense("slot_mapping", (tokens,), dtypes.i64),
-            dense("positions", (tokens,), dtypes.i32), (q_norm, k_norm) if q_norm and k_norm else None, rotation.table,
-            rotation.base, eps,
-        )  # fmt: skip
-
-    def _attention(
-        self, qkv: Operand, attended: Operand, codes: Codes | None = None, *, appended: bool = False
-    ) -> tuple[Step, ...]:
+    def _attention(self, qkv: Operand, attended: Operand, codes: Codes | None = None) -> tuple[Step, ...]:
         c, shape = self.model.config, self.shape
         tokens, width, dim = shape.tokens, qkv.shape[1], c.head_dim
         q_end, k_end = c.num_heads * dim, (c.num_heads + c.num_kv_heads) * dim
@@ -148,7 +130,7 @@ class LayerPlanner:
 
         q, k, v = heads(c.num_heads, 0), heads(c.num_kv_heads, q_end), heads(c.num_kv_heads, k_end)
         k_cache, v_cache = self._cache("k"), self._cache("v")
-        steps = () if appended else plan_append_kv(
+        steps = plan_append_kv(
             k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
             positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
             q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,

@@ -9,7 +9,6 @@ The engine's own: there is no public name.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from cki import dtypes
@@ -21,11 +20,11 @@ from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
 from cki.ops.linear_fp8 import choose_fp8_tile
 from cki.ops.linear_hopper import row_obstacles, tensor_map
-from cki.plan import ArgumentValue, NullPointer, Step
+from cki.plan import NullPointer, Step
 
 _ARCH = "sm_90a"
-_PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4 + "P" * 7 + "iii" + "qd"
-_MODES = {"project": 0, "gates": 1, "stream": 2, "heads": 3}
+_PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4
+_MODES = {"project": 0, "gates": 1, "stream": 2}
 #: Rows and columns of a tile; neighbours with one scale.
 ROWS, BLOCK = 64, 128
 _THREADS = 384
@@ -33,7 +32,7 @@ _THREADS = 384
 _ROWS_X = (16, 32, ROWS)
 #: Of a block of sm_90; stages of the ring.
 _SHARED_BYTES = 232448
-_MOST_STAGES = {"gates": 5, "stream": 8, "project": 8, "heads": 8}
+_MOST_STAGES = {"gates": 5, "stream": 8, "project": 8}
 #: Registers of (producer, consumer) threads.
 _REGISTER_SHARES = (40, 232)
 
@@ -56,27 +55,10 @@ class Codes(NamedTuple):
         return self.codes.shape[0] != self.scales.shape[0]
 
 
-class Heads(NamedTuple):
-    """Where queries, keys and values go that a product gives: y's columns are their heads, of 128.
-
-    caches: dense [blocks, block_size, kv_heads, 128], bf16.  slots i64 [rows].  positions i32 [rows]: the launch before
-    does not write them.
-    norms: of queries and keys.  table: f32 [positions, 128], cosines, then sines; or None for `base`.
-    """
-
-    caches: tuple[Operand, Operand]
-    slots: Operand
-    positions: Operand
-    norms: tuple[Operand, Operand] | None
-    table: Operand | None
-    base: float
-    eps: float
-
-
 def plan_few_rows_fp8(
     x: Codes, w: Operand, w_scale: Operand, device: DeviceInfo, *, y: Operand | None = None,
     to: Codes | None = None, bias: Operand | None = None, gamma: Operand | None = None, activation: str | None = None,
-    split: int | None = None, heads: Heads | None = None,
+    split: int | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch, which reads w before the one ahead of it has ended; UnsupportedError names every obstacle.
 
@@ -84,7 +66,7 @@ def plan_few_rows_fp8(
     writes `to`.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
     split: blocks of a cluster that share K, 1 or 2, instead of the heuristic's choice.
     """
-    mode = "gates" if y is None else "stream" if to is not None else "project" if heads is None else "heads"
+    mode = "gates" if y is None else "project" if to is None else "stream"
     rows, depth, columns = x.scales.shape[0], x.codes.shape[1], w.shape[0] // (2 if y is None else 1)
     two_parts = x.has_two_parts
     obstacles = [] if device.arch == _ARCH else [f"it needs {_ARCH}, the device is {device.arch}"]
@@ -98,21 +80,23 @@ def plan_few_rows_fp8(
         obstacles.append(f"{rows} rows in two parts, not up to {ROWS // 2} in {ROWS}")
     obstacles += row_obstacles("x", x.codes, depth, x.codes.strides[1], x.codes.strides[0], rows)
     obstacles += row_obstacles("w", w, depth, w.strides[1], w.strides[0], w.shape[0])
-    if heads is not None and (rows > (ROWS // 2 if two_parts else ROWS) or columns % BLOCK):
-        obstacles.append(f"{rows} rows of {columns}, not one tile of whole heads")
     if obstacles:
         raise UnsupportedError("few_rows_fp8", obstacles, "linear_fp8, and launches between")
-    if mode in ("gates", "heads"):
+    if mode == "gates":
         split = 1
     elif split is None:
         split = choose_fp8_tile(1, depth, columns, device.sm_count).split
     tiles = -(-rows // ROWS) * -(-columns // BLOCK)
     rows_x = next(n for n in _ROWS_X if n >= 16 * -(-rows // 8) or n == ROWS) if two_parts else ROWS
     kernel = few_rows_kernel(
-        mode, split, two_parts=two_parts, rows_x=rows_x, norm=x.squares is not None, bias=bias is not None,
-        activation=activation, head_norm=heads is not None and heads.norms is not None,
-        table=heads is not None and heads.table is not None,
-    )  # fmt: skip
+        mode,
+        split,
+        two_parts=two_parts,
+        rows_x=rows_x,
+        norm=x.squares is not None,
+        bias=bias is not None,
+        activation=activation,
+    )
     blocks = tiles * split if split > 1 else min(tiles, device.sm_count)
     null = NullPointer()
     return (Step(
@@ -121,29 +105,16 @@ def plan_few_rows_fp8(
             tensor_map(x.codes, depth, x.codes.shape[0], x.codes.strides[0], (BLOCK, rows_x)),
             tensor_map(w, depth, w.shape[0], w.strides[0], (BLOCK, BLOCK)), x.scales, w_scale, x.squares or null,
             bias or null, gamma or null, y or null, *((to.codes, to.scales, to.squares or null) if to else (null,) * 3),
-            rows, columns, depth, heads.eps if heads else x.eps, *x.scales.strides, *w_scale.strides,
-            *_head_arguments(heads, columns),
+            rows, columns, depth, x.eps, *x.scales.strides, *w_scale.strides,
         ),
         smem=_shared_memory(mode, split, rows_x), cluster=(split, 1, 1), programmatic=True,
         reason=f"{rows} x {depth} by {w.shape[0]}, {mode}: e4m3 wgmma and TMA, {tiles} tiles, K in {split} parts",
     ),)  # fmt: skip
 
 
-def _head_arguments(heads: Heads | None, columns: int) -> tuple[ArgumentValue, ...]:
-    null = NullPointer()
-    if heads is None:
-        return *(null,) * 7, 0, 0, 0, 0, 0.0
-    blocks, block_size, kv_heads, _ = heads.caches[0].shape
-    return (
-        heads.positions, heads.slots, heads.table or null, *(heads.norms or (null, null)), *heads.caches,
-        columns // BLOCK - 2 * kv_heads, kv_heads, 0 if heads.table is None else heads.table.shape[0],
-        blocks * block_size, math.log2(heads.base),
-    )  # fmt: skip
-
-
 def _stages(mode: str, split: int, rows_x: int) -> int:
     """Of the ring: as many as fit, up to a limit."""
-    return min(_MOST_STAGES[mode], (_SHARED_BYTES - _fixed_bytes(mode, split)) // _stage_bytes(mode, rows_x))
+    return min(_MOST_STAGES[mode], (_SHARED_BYTES - _fixed_bytes(split)) // _stage_bytes(mode, rows_x))
 
 
 def _stage_bytes(mode: str, rows_x: int) -> int:
@@ -151,25 +122,31 @@ def _stage_bytes(mode: str, rows_x: int) -> int:
     return (rows_x + (2 if mode == "gates" else 1) * BLOCK) * BLOCK + (ROWS + 4) * 4 + 16
 
 
-def _fixed_bytes(mode: str, split: int) -> int:
+def _fixed_bytes(split: int) -> int:
     """Of what blocks or consumers tell each other."""
-    return 8 * 4096 if split > 1 else 2048 + (8 * 4096 if mode == "heads" else 0)
+    return 8 * 4096 if split > 1 else 2048
 
 
 def _shared_memory(mode: str, split: int, rows_x: int) -> int:
-    return _stages(mode, split, rows_x) * _stage_bytes(mode, rows_x) + _fixed_bytes(mode, split)
+    return _stages(mode, split, rows_x) * _stage_bytes(mode, rows_x) + _fixed_bytes(split)
 
 
 def few_rows_kernel(
-    mode: str, split: int = 1, *, two_parts: bool = False, rows_x: int = ROWS, norm: bool = False, bias: bool = False,
-    activation: str | None = None, head_norm: bool = False, table: bool = False,
-) -> KernelSpec:  # fmt: skip
+    mode: str,
+    split: int = 1,
+    *,
+    two_parts: bool = False,
+    rows_x: int = ROWS,
+    norm: bool = False,
+    bias: bool = False,
+    activation: str | None = None,
+) -> KernelSpec:
     """The kernel of one configuration.  norm: x has squares.  rows_x: of its codes that are brought."""
     producer, consumer = _REGISTER_SHARES
     return kernel_spec(
         "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         kStages=_stages(mode, split, rows_x), kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
-        kRowFactors=norm, kHasBias=bias, kHasTable=table, kHeadNorm=head_norm, kActivation=ACTIVATIONS[activation],
+        kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation],
         kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer,
     )  # fmt: skip
 
@@ -181,6 +158,4 @@ def representative_specs() -> list[KernelSpec]:
         few_rows_kernel("stream", 2), few_rows_kernel("stream"), few_rows_kernel("project", 2, norm=True, bias=True),
         few_rows_kernel("project", norm=True), few_rows_kernel("gates", two_parts=True, norm=True, activation="silu"),
         few_rows_kernel("stream", 2, two_parts=True, rows_x=16), few_rows_kernel("project", two_parts=True, norm=True),
-        few_rows_kernel("heads", norm=True, head_norm=True),
-        few_rows_kernel("heads", two_parts=True, norm=True, table=True, bias=True),
     ]  # fmt: skip

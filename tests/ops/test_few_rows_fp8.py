@@ -12,7 +12,7 @@ from cki.device import sim_device
 from cki.errors import UnsupportedError
 from cki.operand import dense
 from cki.ops.call import call
-from cki.ops.few_rows_fp8 import Codes, Heads, plan_few_rows_fp8
+from cki.ops.few_rows_fp8 import Codes, plan_few_rows_fp8
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec
 from cki.plan import Plan
 from cki.reference import linear_fp8
@@ -160,65 +160,6 @@ def test_project(hopper, rows, depth, columns, split, parts):  # noqa: F811
     got = run(hopper, (*given, y, bias, None), 132, split)[0]
     truth = product + bias.astype(np.float64)
     assert_close(got, truth, truth.astype(BF16))
-
-
-@pytest.mark.parametrize(("rows", "table"), [(33, False), (9, True)])
-def test_heads(hopper, rows, table):  # noqa: F811
-    """Two heads of queries, one of keys, one of values: normalised, rotated, in the cache; slots that are none."""
-    parts = 1 if rows > 32 else 2
-    given, product = problem(rows, 256, 4 * 128, norm=True, parts=parts)
-    rng = np.random.default_rng(3)
-    positions = rng.integers(0, 5000, rows).astype(np.int32)
-    slots = rng.permutation(4 * 16)[:rows].astype(np.int64)
-    slots[[0, rows - 1]] = -1, 64
-    norms = [normal((128,), BF16, seed) for seed in (11, 12)]
-    angles = positions[:, None] * 10000.0 ** -(np.arange(64) / 64.0)
-    tables = None
-    if table:
-        all_angles = np.arange(5000)[:, None] * 10000.0 ** -(np.arange(64) / 64.0)
-        tables = np.concatenate([np.cos(all_angles), np.sin(all_angles)], 1).astype(np.float32)
-
-    def infer(problem):
-        return {name: OutputSpec(shape, dtypes.bf16) for name, shape in shapes.items()}
-
-    shapes = {"out": (rows, 4 * 128), "k": (4, 16, 1, 128), "v": (4, 16, 1, 128)}
-
-    def plan(problem, outputs, device):
-        heads = Heads(
-            (outputs["k"], outputs["v"]), problem["slots"], problem["positions"],
-            (problem["q_norm"], problem["k_norm"]), problem.get("table"), 10000.0, EPS,
-        )  # fmt: skip
-        x = Codes(problem["x"], problem["x_scale"], problem["squares"], EPS)
-        return Plan(
-            plan_few_rows_fp8(x, problem["w"], problem["w_scale"], device, y=outputs["out"], heads=heads)
-        )
-
-    names = ("x", "x_scale", "w", "w_scale", "squares", "slots", "positions", "q_norm", "k_norm")
-    spec = OpSpec(
-        name=f"heads_{rows}", inputs=(*map(Input, names), Input("table", True)), attributes=(), outputs=tuple(shapes),
-        check=lambda problem: None, infer=infer, plan=plan,
-    )  # fmt: skip
-    tensors = [None if t is None else hopper.array(t) for t in (*given, slots, positions, *norms, tables)]
-    outputs = [hopper.array(np.zeros(shape, BF16)) for shape in shapes.values()]
-    with every_check(hopper, 1):
-        call(spec, tuple(tensors), (), tuple(outputs))
-    q, k, v = (hopper.numpy(t).astype(np.float64) for t in outputs)
-    heads = product.reshape(rows, 4, 128)
-    cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
-
-    def turned(x, weight):
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight.astype(np.float64)
-        low, high = np.split(x, 2, -1)
-        return np.concatenate([low * cosine - high * sine, high * cosine + low * sine], -1)
-
-    stored = slice(1, rows - 1)
-    for got, truth in (
-        (q[:, :256].reshape(rows, 2, 128), turned(heads[:, :2], norms[0])),
-        (k.reshape(64, 128)[slots[stored]], turned(heads[:, 2:3], norms[1])[stored, 0]),
-        (v.reshape(64, 128)[slots[stored]], heads[stored, 3]),
-    ):
-        assert_close(got.astype(BF16), truth, truth.astype(BF16))
-    assert np.count_nonzero(v.any(-1)) == rows - 2
 
 
 def test_what_it_does_not_take():

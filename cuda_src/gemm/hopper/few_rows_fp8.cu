@@ -5,7 +5,6 @@
 //   r = 1, or kRowFactors: 1 / sqrt(sum of squares[m] / K + epsilon), so that x is the input of an RMS norm times gamma
 //   kPlain   y = p + bias
 //   kGates   codes of act(p) * (the p of ups), w [2 N, K]
-//   kHeads   p + bias are heads of queries, keys and values: normalised, rotated, into y and the paged cache (head_results.cuh)
 //   kStream  y = y + p rounded; codes of y * gamma, and the sums of y's squares over 128 columns: what kRowFactors then reads
 //
 //   scale[m, n / 128] = the largest |value| of 128 neighbours / 448, code = e4m3(value / scale)            (e4m3_codes.cuh)
@@ -20,8 +19,8 @@
 // Sums, scales, ring, parts of K: as there. All of w is read before the launch before has ended; that must not write it.
 //
 // columns is a multiple of 128 (kPlain: of 2). Rows of y, codes, scales and squares are dense, gamma and bias too.
-// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1, 2), kMode (0 to 3), kTwoParts, kRowsX, kRowFactors,
-//   kHasBias, kHasTable, kHeadNorm, kActivation, kSharedBytes, kProducerRegisters, kConsumerRegisters.
+// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1, 2), kMode (0 to 2), kTwoParts, kRowsX, kRowFactors,
+//   kHasBias, kActivation, kSharedBytes, kProducerRegisters, kConsumerRegisters.
 // kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/e4m3_codes.cuh"
@@ -33,7 +32,6 @@
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
-#include "gemm/hopper/head_results.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -47,9 +45,8 @@
 
 using namespace cki;
 
-enum class Mode { kPlain = 0, kGates = 1, kStream = 2, kHeads = 3 };
+enum class Mode { kPlain = 0, kGates = 1, kStream = 2 };
 constexpr bool kGates = static_cast<Mode>(kMode) == Mode::kGates, kStream = static_cast<Mode>(kMode) == Mode::kStream;
-constexpr bool kHeads = static_cast<Mode>(kMode) == Mode::kHeads;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kRows = 64, kColumns = 128;  // of a tile
@@ -63,11 +60,10 @@ constexpr int kBytesX = kRowsX * gemm::kSpan, kBytesW = kColumns * gemm::kSpan;
 constexpr int kStageBytes = kBytesX + kWeights * kBytesW;
 constexpr int kStageScales = kRows + 4;  // floats: rows', columns', ups', none
 using Pushed = gemm::PushedSum<kWeights, kGroupColumns / 2, 4 * kConsumers, kSplit>;
-static_assert(kSplit == 1 || (Pushed::kFits && !kGates && !kHeads), "each block finishes a part of the tile");
+static_assert(kSplit == 1 || (Pushed::kFits && !kGates), "each block finishes a part of the tile");
 constexpr int kFinishing = 4 * kConsumers / kSplit;  // warps of a block
 constexpr int kToldAt = kStages * kStageBytes;       // what consumers tell each other; behind it, of other blocks' sums
-constexpr int kSwapAt = kToldAt + 2 * kConsumers * kRows * 8;
-constexpr int kToldBytes = 2 * kConsumers * kRows * 8 + (kHeads ? kConsumers * 128 * kHalves * 2 * kPairs * 4 : 0);
+constexpr int kToldBytes = 2 * kConsumers * kRows * 8;
 constexpr int kScalesAt = kToldAt + (kSplit > 1 ? 4 * kConsumers * Pushed::kStride : kToldBytes);
 constexpr int kRingAt = kScalesAt + kStages * kStageScales * 4;
 static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the planner allows for");
@@ -233,9 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     few_rows_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scale,
                  const float* w_scale, const float* squares_of_x, const bf16* bias, const bf16* gamma, bf16* y, u8* codes,
                  float* code_scale, float* squares, int rows, int columns, int depth, float epsilon, i64 x_scale_row,
-                 i64 x_scale_k, i64 w_scale_n, i64 w_scale_k, const int* positions, const i64* slots, const float* table,
-                 const bf16* q_norm, const bf16* k_norm, bf16* k_cache, bf16* v_cache, int q_heads, int kv_heads,
-                 int table_rows, i64 num_slots, double log2_base) {
+                 i64 x_scale_k, i64 w_scale_n, i64 w_scale_k) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int tiles_m = (rows + kOwnRows - 1) / kOwnRows, tiles_n = (columns + kColumns - 1) / kColumns, tiles = tiles_m * tiles_n;
@@ -310,21 +304,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 
   ptx::setmaxnreg_inc<kConsumerRegisters>();
+  ptx::griddepcontrol_wait();
+  const Output out{y, codes, code_scale, squares, bias, gamma, rows, columns};
   const int consumer = warpgroup - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int own_row = warp * (8 * kHalves) + lane / 4;  // and the one eight rows below
-  const gemm::Heads heads{positions, slots,   table,    q_norm,     k_norm,    k_cache,
-                          v_cache,   q_heads, kv_heads, table_rows, num_slots, log2_base};
-  const auto column_of = [&](int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; };  // of a thread's values, in its half of a tile
-  [[maybe_unused]] gemm::HeadAngles<kHalves, 2 * kPairs> angles;
-  if constexpr (kHeads) {
-    int existing[kHalves];
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) existing[half] = min(own_row + half * 8, rows - 1);
-    angles.find(heads, existing, column_of);
-  }  // positions are older than the launch before
-  ptx::griddepcontrol_wait();
-  const Output out{y, codes, code_scale, squares, bias, gamma, rows, columns};
   const int share = warp * kConsumers + consumer;  // of the tile: a block finishes all columns of its rows
   const bool finishes = kSplit == 1 || Pushed::owner_of(share) == rank;
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem);
@@ -399,27 +383,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if constexpr (kSplit > 1) Pushed{smem + kToldAt}.exchange(sum, share, rank);
     // Tiles tell in turn at two places: who writes at one again has met all who read it at the other's barrier.
-    if constexpr (kHeads) {
-      float values[kHalves][2 * kPairs];
-      int tile_rows[kHalves];
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        tile_rows[half] = own_row + half * 8;
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          float of_columns[2] = {};
-          const int at = group * kColumns + consumer * kGroupColumns + column_of(j * 2);
-          if constexpr (kHasBias) unpack_pair<bf16>(*reinterpret_cast<const u32*>(bias + at), of_columns[0], of_columns[1]);
-          const float2 pair = pair_of(sum[0], j, half);
-          values[half][j * 2] = fmaf(pair.x, row_factors[half], of_columns[0]);
-          values[half][j * 2 + 1] = fmaf(pair.y, row_factors[half], of_columns[1]);
-        }
-      }
-      gemm::finish_head(values, angles, heads, group, consumer, tile_rows, rows, epsilon, reinterpret_cast<float*>(told),
-                        reinterpret_cast<float*>(smem + kSwapAt), y, columns,
-                        [&](int i) { return consumer * kGroupColumns + column_of(i); });
-      continue;
-    }
     if (finishes) finish(sum, row_factors, residual, told + turn * kConsumers * kRows, consumer, own_row, first_row, group, out);
     turn ^= 1;
   }
