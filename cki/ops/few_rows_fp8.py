@@ -18,7 +18,6 @@ from cki.heuristics.linear import ACTIVATIONS
 from cki.heuristics.linear_hopper import LAUNCH_REGISTERS
 from cki.kernel import KernelSpec, kernel_spec
 from cki.operand import Operand
-from cki.ops.linear_fp8 import choose_fp8_tile
 from cki.ops.linear_hopper import row_obstacles, tensor_map
 from cki.plan import NullPointer, Step
 
@@ -30,9 +29,8 @@ ROWS, BLOCK = 64, 128
 _THREADS = 384
 #: Rows of codes that are brought.
 _ROWS_X = (16, 32, ROWS)
-#: Of a block of sm_90; stages of the ring.
+#: Of a block of sm_90.
 _SHARED_BYTES = 232448
-_MOST_STAGES = {"gates": 5, "stream": 8, "project": 8}
 #: Registers of (producer, consumer) threads.
 _REGISTER_SHARES = (40, 232)
 
@@ -64,7 +62,7 @@ def plan_few_rows_fp8(
 
     w: e4m3 with f32 scales of blocks of 128 x 128.  y: "project" writes it; "stream", with gamma [N], adds to it, and
     writes `to`.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
-    split: blocks of a cluster that share K, 1 or 2, instead of the heuristic's choice.
+    split: blocks of a cluster that share K, 1 or 2; two where there are SMs for them, unless told.
     """
     mode = "gates" if y is None else "project" if to is None else "stream"
     rows, depth, columns = x.scales.shape[0], x.codes.shape[1], w.shape[0] // (2 if y is None else 1)
@@ -82,11 +80,10 @@ def plan_few_rows_fp8(
     obstacles += row_obstacles("w", w, depth, w.strides[1], w.strides[0], w.shape[0])
     if obstacles:
         raise UnsupportedError("few_rows_fp8", obstacles, "linear_fp8, and launches between")
-    if mode == "gates":
-        split = 1
-    elif split is None:
-        split = choose_fp8_tile(1, depth, columns, device.sm_count).split
     tiles = -(-rows // ROWS) * -(-columns // BLOCK)
+    can_split = mode != "gates" and depth > BLOCK
+    if not can_split or split is None:
+        split = 2 if can_split and 2 * tiles <= device.sm_count else 1
     rows_x = next(n for n in _ROWS_X if n >= 16 * -(-rows // 8) or n == ROWS) if two_parts else ROWS
     kernel = few_rows_kernel(
         mode,
@@ -113,8 +110,8 @@ def plan_few_rows_fp8(
 
 
 def _stages(mode: str, split: int, rows_x: int) -> int:
-    """Of the ring: as many as fit, up to a limit."""
-    return min(_MOST_STAGES[mode], (_SHARED_BYTES - _fixed_bytes(split)) // _stage_bytes(mode, rows_x))
+    """Of the ring: as many as fit."""
+    return (_SHARED_BYTES - _fixed_bytes(split)) // _stage_bytes(mode, rows_x)
 
 
 def _stage_bytes(mode: str, rows_x: int) -> int:
