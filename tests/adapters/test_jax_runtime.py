@@ -107,12 +107,15 @@ def test_a_thousand_calls_keep_nothing():
     calls(50)
     gc.collect()
     prepared, objects, arrays = len(xla_calls._prepared), len(gc.get_objects()), len(jax.live_arrays())
-    resident = _resident_bytes()
-    calls(1000)
-    gc.collect()
+    grown = []
+    for _ in range(3):  # what calls keep grows each time; what else the process does, once
+        resident = _resident_bytes()
+        calls(1000)
+        gc.collect()
+        grown.append(_resident_bytes() - resident)
     assert len(xla_calls._prepared) == prepared and len(jax.live_arrays()) == arrays
     assert len(gc.get_objects()) - objects < 100
-    assert _resident_bytes() - resident < 4 << 20
+    assert min(grown) < 1 << 20
 
 
 def _resident_bytes() -> int:
