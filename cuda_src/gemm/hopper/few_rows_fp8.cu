@@ -32,10 +32,10 @@
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
+#include "gemm/hopper/stage_scales.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
@@ -58,14 +58,14 @@ constexpr int kScaledDepth = 128, kStepDepth = 32;
 constexpr int kWeights = kGates ? 2 : 1;  // gates', ups'
 constexpr int kBytesX = kRowsX * gemm::kSpan, kBytesW = kColumns * gemm::kSpan;
 constexpr int kStageBytes = kBytesX + kWeights * kBytesW;
-constexpr int kStageScales = kRows + 4;  // floats: rows', columns', ups', none
+using Scales = gemm::StageScales<kRows, kOwnRows, kWeights>;
 using Pushed = gemm::PushedSum<kWeights, kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || (Pushed::kFits && !kGates), "each block finishes a part of the tile");
 constexpr int kFinishing = 4 * kConsumers / kSplit;  // warps of a block
 constexpr int kToldAt = kStages * kStageBytes;       // what consumers tell each other; behind it, of other blocks' sums
 constexpr int kToldBytes = 2 * kConsumers * kRows * 8;
 constexpr int kScalesAt = kToldAt + (kSplit > 1 ? 4 * kConsumers * Pushed::kStride : kToldBytes);
-constexpr int kRingAt = kScalesAt + kStages * kStageScales * 4;
+constexpr int kRingAt = kScalesAt + kStages * Scales::kStage * 4;
 static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the planner allows for");
 static_assert(kSplit == 1 || kToldBytes <= Pushed::kOwned * Pushed::kStride, "where a block's own sums would lie");
 
@@ -80,26 +80,6 @@ struct Output {
   const bf16 *bias, *gamma;
   int rows, columns;
 };
-
-// One warp: a tile's scales, stage by stage, of K's parts from first on. Its lanes' copies arrive at `full`.
-__device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const float* x_scale, const float* w_scale,
-                                            const float* up_scale, int rows, int k_tiles, i64 x_scale_row, i64 x_scale_k,
-                                            i64 w_scale_k) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll 1
-  for (int k = 0; k < k_tiles; ++k) {
-    ring.wait_empty();
-    float* stage = scales + ring.stage * kStageScales;
-#pragma unroll
-    for (int i = 0; i < kHalves; ++i) {
-      const int row = lane + i * 32;
-      ptx::cp_async<4>(stage + row, x_scale + min(row, rows - 1) * x_scale_row + k * x_scale_k);
-    }
-    if (lane < kWeights) ptx::cp_async<4>(stage + kRows + lane, (lane == 0 ? w_scale : up_scale) + k * w_scale_k);
-    ptx::cp_async_mbarrier_arrive_noinc(ring.full + ring.stage);
-    ring.advance();
-  }
-}
 
 // Waits for the ring's stage and starts its products, alone in `part`.
 __device__ __forceinline__ void start_products(Part& part, Ring& ring, u64 x_at, u64 w_at) {
@@ -242,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
-    ring.initialise(4 * kConsumers, 1 + 32);
+    ring.initialise(128 * kConsumers, 1 + 32);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -254,16 +234,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::griddepcontrol_wait();
       for (int tile = block; tile < tiles; tile += blocks) {
         const int row = tile % tiles_m * kOwnRows, group = tile / tiles_m;
-        copy_scales(scales, ring, x_scale + row * x_scale_row + first_k * x_scale_k,
-                    w_scale + group * w_scale_n + first_k * w_scale_k,
-                    w_scale + (tiles_n + group) * w_scale_n + first_k * w_scale_k, rows - row, k_tiles, x_scale_row,
-                    x_scale_k, w_scale_k);
+        const float* w = w_scale + group * w_scale_n + first_k * w_scale_k;
+        Scales{x_scale + row * x_scale_row + first_k * x_scale_k, w, w + tiles_n * w_scale_n, x_scale_row, x_scale_k, w_scale_k}
+            .copy(scales, ring, rows - row, k_tiles);
       }
-#pragma unroll 1
-      for (int i = 0; i < kStages; ++i) {  // its copies have landed when what they brought has been read
-        ring.wait_empty();
-        ring.advance();
-      }
+      Scales::drain(ring);
     }
     if (threadIdx.x >= 32) {
       if constexpr (kSplit > 1) Pushed::pass_by();
@@ -337,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Ring done = ring;  // one stage behind
     float factors[kWeights][kHalves];  // of its rows
     const auto load_factors = [&] {
-      const float* stage = scales + done.stage * kStageScales;
+      const float* stage = scales + done.stage * Scales::kStage;
 #pragma unroll
       for (int i = 0; i < kWeights; ++i) {
 #pragma unroll
@@ -347,8 +322,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const auto add_stage = [&](Part& part) {
 #pragma unroll
       for (int i = 0; i < kWeights; ++i) ptx::wgmma_fence_registers(part[i]);
-      __syncwarp();  // all lanes have read the stage's scales
-      done.release();
+      done.release_by_one();  // each lane has read scales
 #pragma unroll
       for (int i = 0; i < kWeights; ++i) {
 #pragma unroll

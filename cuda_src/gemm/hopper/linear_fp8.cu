@@ -23,18 +23,18 @@
 // Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kSplit, kWeightsEarly,
 //   kColumnScales, kHasBias, kTmaStore, kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 128 x kBlockM, w_map 128 x kBlockN, y_map 64 x 16, unused without kTmaStore.
-// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and kStageScales floats a stage.
+// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and Scales::kStage floats a stage.
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/epilogue.cuh"
 #include "gemm/hopper/row_norm.cuh"
+#include "gemm/hopper/stage_scales.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
@@ -71,28 +71,8 @@ using Ring = StageRing<kStages>;
 using Pushed = gemm::PushedSum<1, kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || Pushed::kFits, "each block finishes a part of the tile");
 
-constexpr int kStageScales = kBlockM + 4;  // floats: rows', the columns', and none, for whole units of 16 bytes
+using Scales = gemm::StageScales<kBlockM, kBlockM, kColumnScales ? 0 : 1>;
 static_assert(Layout::kBytes % 16 == 0, "scales begin at a whole unit");
-
-// One warp: a tile's scales, stage by stage, with the producer's cursor. x_scale: of the tile's first row, of `rows` that
-// exist. Its lanes' copies arrive at `full`.
-__device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const float* x_scale, const float* w_scale,
-                                            int rows, int k_tiles, i64 x_scale_row, i64 x_scale_k, i64 w_scale_k) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll 1
-  for (int k = 0; k < k_tiles; ++k) {
-    ring.wait_empty();
-    float* stage = scales + ring.stage * kStageScales;
-#pragma unroll
-    for (int i = 0; i < kBlockM / 32; ++i) {
-      const int row = lane + i * 32;
-      ptx::cp_async<4>(stage + row, x_scale + min(row, rows - 1) * x_scale_row + k * x_scale_k);
-    }
-    if (!kColumnScales && lane == 0) ptx::cp_async<4>(stage + kBlockM, w_scale + k * w_scale_k);
-    ptx::cp_async_mbarrier_arrive_noinc(ring.full + ring.stage);
-    ring.advance();
-  }
-}
 
 // A tile's columns times their own scales: each lane loads those of its columns.
 __device__ __forceinline__ void scale_columns(float (&sum)[kGroupColumns / 2], const float* w_scale, i64 w_scale_n,
@@ -152,15 +132,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int number = block; number < tiles; number += blocks) {
         const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
         const int row = tile.m * kBlockM;
-        copy_scales(scales, ring, x_scale + row * x_scale_row + first_k * x_scale_k,
-                    kColumnScales ? w_scale : w_scale + tile.n * w_scale_n + first_k * w_scale_k, rows - row, k_tiles,
-                    x_scale_row, x_scale_k, w_scale_k);
+        const float* w = kColumnScales ? w_scale : w_scale + tile.n * w_scale_n + first_k * w_scale_k;
+        Scales{x_scale + row * x_scale_row + first_k * x_scale_k, w, nullptr, x_scale_row, x_scale_k, w_scale_k}
+            .copy(scales, ring, rows - row, k_tiles);
       }
-#pragma unroll 1
-      for (int i = 0; i < kStages; ++i) {  // its copies have landed when what they brought has been read
-        ring.wait_empty();
-        ring.advance();
-      }
+      Scales::drain(ring);
     }
     if (threadIdx.x >= 32) {
       if constexpr (kSplit > 1) Pushed::pass_by();
@@ -229,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Ring done = ring;                                       // one stage behind
     // The scales of the stage in turn, which has landed.
     const auto load_factors = [&](float(&factor)[2]) {
-      const float* stage = scales + done.stage * kStageScales;
+      const float* stage = scales + done.stage * Scales::kStage;
       const float* own = stage + group_row + warp * 16 + lane / 4;
       const float of_columns = kColumnScales ? 1.0f : stage[kBlockM];
       factor[0] = own[0] * of_columns;
