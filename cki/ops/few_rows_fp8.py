@@ -31,6 +31,8 @@ _THREADS = 384
 _ROWS_X = (16, 32, ROWS)
 #: Of a block of sm_90.
 _SHARED_BYTES = 232448
+#: Blocks that share K of a tile.
+_MOST_PARTS = 3
 #: Registers of (producer, consumer) threads.
 _REGISTER_SHARES = (40, 232)
 
@@ -62,7 +64,7 @@ def plan_few_rows_fp8(
 
     w: e4m3 with f32 scales of blocks of 128 x 128.  y: "project" writes it; "stream", with gamma [N], adds to it, and
     writes `to`.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
-    split: blocks of a cluster that share K, 1 or 2; two where there are SMs for them, unless told.
+    split: blocks of a cluster that share K, 1 to 3; unless told, as many as there are SMs for.
     """
     mode = "gates" if y is None else "project" if to is None else "stream"
     rows, depth, columns = x.scales.shape[0], x.codes.shape[1], w.shape[0] // (2 if y is None else 1)
@@ -81,9 +83,8 @@ def plan_few_rows_fp8(
     if obstacles:
         raise UnsupportedError("few_rows_fp8", obstacles, "linear_fp8, and launches between")
     tiles = -(-rows // ROWS) * -(-columns // BLOCK)
-    can_split = mode != "gates" and depth > BLOCK
-    if not can_split or split is None:
-        split = 2 if can_split and 2 * tiles <= device.sm_count else 1
+    most = 1 if mode == "gates" else min(_MOST_PARTS, -(-depth // BLOCK))
+    split = min(most, max(1, device.sm_count // tiles) if split is None else split)
     rows_x = next(n for n in _ROWS_X if n >= 16 * -(-rows // 8) or n == ROWS) if two_parts else ROWS
     kernel = few_rows_kernel(
         mode,
@@ -121,7 +122,7 @@ def _stage_bytes(mode: str, rows_x: int) -> int:
 
 def _fixed_bytes(split: int) -> int:
     """Of what blocks or consumers tell each other."""
-    return 8 * 4096 if split > 1 else 2048
+    return 2048 + (split - 1) * 4 * 4096
 
 
 def _shared_memory(mode: str, split: int, rows_x: int) -> int:

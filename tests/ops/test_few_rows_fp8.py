@@ -134,6 +134,8 @@ def test_gates(hopper, rows, depth, columns, sm_count, norm, parts):  # noqa: F8
     ("rows", "depth", "columns", "split", "sm_count", "parts"),
     [
         (64, 2448, 256, 2, 132, 1),
+        (64, 1424, 256, 3, 132, 1),
+        (32, 400, 128, 3, 132, 2),
         (70, 272, 128, 2, 132, 1),
         (70, 272, 256, 1, 2, 1),
         (32, 272, 128, 2, 132, 2),

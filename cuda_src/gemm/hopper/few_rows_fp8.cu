@@ -19,7 +19,7 @@
 // Sums, scales, ring, parts of K: as there. All of w is read before the launch before has ended; that must not write it.
 //
 // columns is a multiple of 128 (kPlain: of 2). Rows of y, codes, scales and squares are dense, gamma and bias too.
-// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1, 2), kMode (0 to 2), kTwoParts, kRowsX, kRowFactors,
+// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1 to 3), kMode (0 to 2), kTwoParts, kRowsX, kRowFactors,
 //   kHasBias, kActivation, kSharedBytes, kProducerRegisters, kConsumerRegisters.
 // kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
@@ -59,15 +59,14 @@ constexpr int kWeights = kGates ? 2 : 1;  // gates', ups'
 constexpr int kBytesX = kRowsX * gemm::kSpan, kBytesW = kColumns * gemm::kSpan;
 constexpr int kStageBytes = kBytesX + kWeights * kBytesW;
 using Scales = gemm::StageScales<kRows, kOwnRows, kWeights>;
-using Pushed = gemm::PushedSum<kWeights, kGroupColumns / 2, 4 * kConsumers, kSplit>;
-static_assert(kSplit == 1 || (Pushed::kFits && !kGates), "each block finishes a part of the tile");
-constexpr int kFinishing = 4 * kConsumers / kSplit;  // warps of a block
-constexpr int kToldAt = kStages * kStageBytes;       // what consumers tell each other; behind it, of other blocks' sums
+using Pushed = gemm::PushedSum<kWeights, kGroupColumns / 2, 4 * kConsumers, kSplit, kSplit == 1 ? 1 : 2, true>;
+static_assert(kSplit == 1 || (Pushed::kFits && !kGates), "two blocks finish a half of the tile each");
+constexpr int kPushedAt = kStages * kStageBytes;        // other blocks' sums
+constexpr int kToldAt = kPushedAt + Pushed::kBytes;     // what consumers tell each other
 constexpr int kToldBytes = 2 * kConsumers * kRows * 8;
-constexpr int kScalesAt = kToldAt + (kSplit > 1 ? 4 * kConsumers * Pushed::kStride : kToldBytes);
+constexpr int kScalesAt = kToldAt + kToldBytes;
 constexpr int kRingAt = kScalesAt + kStages * Scales::kStage * 4;
 static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the planner allows for");
-static_assert(kSplit == 1 || kToldBytes <= Pushed::kOwned * Pushed::kStride, "where a block's own sums would lie");
 
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
@@ -127,7 +126,7 @@ __device__ __forceinline__ void write_codes(const float (&values)[kHalves][2 * k
     if constexpr (kStream) squares[half] = warp_sum<4>(squares[half]);
     if (tells) told[consumer * kRows + own_row + half * 8] = make_float2(largest[half], squares[half]);
   }
-  ptx::bar_sync(1, 32 * kFinishing);
+  ptx::bar_sync(1, 32 * Pushed::kOwned);
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const i64 row = first_row + half * 8;
@@ -285,10 +284,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int own_row = warp * (8 * kHalves) + lane / 4;  // and the one eight rows below
   const int share = warp * kConsumers + consumer;  // of the tile: a block finishes all columns of its rows
-  const bool finishes = kSplit == 1 || Pushed::owner_of(share) == rank;
+  const bool finishes = Pushed::owner_of(share) == rank;
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem);
   const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + kBytesX + consumer * kGroupColumns * gemm::kSpan);
-  float2* const told = reinterpret_cast<float2*>(smem + kToldAt + (kSplit > 1 ? rank * Pushed::kOwned * Pushed::kStride : 0));
+  float2* const told = reinterpret_cast<float2*>(smem + kToldAt);
   int turn = 0;
 #pragma unroll 1
   for (int tile = block; tile < tiles; tile += blocks) {
@@ -355,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_wait_group<0>();
       add_stage(even);
     }
-    if constexpr (kSplit > 1) Pushed{smem + kToldAt}.exchange(sum, share, rank);
+    if constexpr (kSplit > 1) Pushed{smem + kPushedAt}.exchange(sum, share, rank);
     // Tiles tell in turn at two places: who writes at one again has met all who read it at the other's barrier.
     if (finishes) finish(sum, row_factors, residual, told + turn * kConsumers * kRows, consumer, own_row, first_row, group, out);
     turn ^= 1;
