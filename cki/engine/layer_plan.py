@@ -15,7 +15,7 @@ from cki.engine.products import Products, Stream, Weight
 from cki.heuristics.linear import ACTIVATIONS
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
-from cki.ops.few_rows_fp8 import ROWS, Codes, plan_few_rows_fp8
+from cki.ops.few_rows_fp8 import ROWS, Codes, Heads, plan_few_rows_fp8
 from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
 from cki.ops.paged import plan_paged_attention
@@ -63,7 +63,7 @@ class LayerPlanner:
         qkv, attended, inner = (self.buffer[name] for name in ("qkv", "attended", "inner"))
         products, activation = self.products, self.model.config.activation
         steps = products.project(stream, self._norm("norm1"), self._matrix("wqkv", "bqkv"), qkv)
-        steps += self._attention(qkv, attended)
+        steps += self._append(qkv) + self._attention(qkv, attended)
         added, stream = products.add(replace(stream, pending=False), attended, self._matrix("wo", "bo"))
         gated = products.gate(stream, self._norm("norm2"), self._matrix("wgu", "bgu"), inner, activation)
         steps += added + self._planned(gated)
@@ -102,13 +102,16 @@ class LayerPlanner:
         of_x = codes("x", x.shape[1], dense("squares", (tokens, x.shape[1] // 128), dtypes.f32))
         of_attended, of_inner = codes("inner", attended.shape[1]), codes("inner", inner.shape[1])
         norm1, gamma = self._norm("norm1"), self._norm("norm2").gamma
-        if stream.codes is not None:
-            steps = product(stream.codes, wqkv, y=qkv)
-        elif has_two_parts:
-            steps = self.products.project(stream, norm1, wqkv, qkv, in_16_bits=True)
+        if stream.codes is None and has_two_parts:
+            steps = self.products.project(stream, norm1, wqkv, qkv, in_16_bits=True) + self._append(qkv)
         else:
-            first = of_x._replace(squares=None)
-            steps = self.products.quantised(stream, norm1, first[:2]) + product(first, wqkv, y=qkv)
+            first, steps = stream.codes or of_x._replace(squares=None), ()
+            if stream.codes is None:
+                steps = self.products.quantised(stream, norm1, first[:2])
+            if self.model.kv_codes:
+                steps += product(first, wqkv, y=qkv) + self._append(qkv)
+            else:
+                steps += product(first, wqkv, y=qkv, heads=self._heads())
         steps += self._attention(qkv, attended, of_attended)
         steps += product(of_attended, wo, y=x, to=of_x, gamma=gamma)
         steps += product(of_x, wgu, to=of_inner, activation=self.model.config.activation)
@@ -120,22 +123,42 @@ class LayerPlanner:
             self.workspace[slot] = max(nbytes, self.workspace.get(slot, 0))
         return plan.steps
 
+    def _split(self, qkv: Operand) -> tuple[Operand, Operand, Operand]:
+        """Heads [tokens, heads, head_dim] of queries, keys and values."""
+        c, (tokens, width) = self.model.config, qkv.shape
+
+        def heads(count: int, first: int) -> Operand:
+            return qkv.view((tokens, count, c.head_dim), (width, c.head_dim, 1), first * c.head_dim)
+
+        kv = c.num_kv_heads
+        return heads(c.num_heads, 0), heads(kv, c.num_heads), heads(kv, c.num_heads + kv)
+
+    def _append(self, qkv: Operand) -> tuple[Step, ...]:
+        """Norms of heads, rotation, keys and values to the cache."""
+        q, k, v = self._split(qkv)
+        tokens = self.shape.tokens
+        return plan_append_kv(
+            k, v, (self._cache("k"), self._cache("v")), dense("slot_mapping", (tokens,), dtypes.i64), self.device,
+            q=q, q_out=q, positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
+            q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"),
+            norm_eps=self.model.config.rms_norm_eps, scales=self._scales(), overlaps=True,
+        )  # fmt: skip
+
+    def _heads(self) -> Heads:
+        """The same inside a product of Q, K and V."""
+        c, tokens = self.model.config, self.shape.tokens
+        q_norm, k_norm = self._weight("q_norm"), self._weight("k_norm")
+        return Heads(
+            (self._cache("k"), self._cache("v")), dense("slot_mapping", (tokens,), dtypes.i64),
+            dense("positions", (tokens,), dtypes.i32), self._table(),
+            None if q_norm is None or k_norm is None else (q_norm, k_norm), c.rms_norm_eps,
+        )  # fmt: skip
+
     def _attention(self, qkv: Operand, attended: Operand, codes: Codes | None = None) -> tuple[Step, ...]:
         c, shape = self.model.config, self.shape
         tokens, width, dim = shape.tokens, qkv.shape[1], c.head_dim
-        q_end, k_end = c.num_heads * dim, (c.num_heads + c.num_kv_heads) * dim
-
-        def heads(count: int, first: int) -> Operand:
-            return qkv.view((tokens, count, dim), (width, dim, 1), first)
-
-        q, k, v = heads(c.num_heads, 0), heads(c.num_kv_heads, q_end), heads(c.num_kv_heads, k_end)
-        k_cache, v_cache = self._cache("k"), self._cache("v")
-        steps = plan_append_kv(
-            k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
-            positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
-            q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
-            scales=self._scales(), overlaps=True,
-        )  # fmt: skip
+        q_end = c.num_heads * dim
+        q, k_cache, v_cache = self._split(qkv)[0], self._cache("k"), self._cache("v")
         left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
         lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)
         table = dense("block_table", (shape.sequences, self.model.cache.columns), dtypes.i32)
@@ -147,12 +170,13 @@ class LayerPlanner:
                 counters=self.buffer["counters"] if self.model.merge_inside else None,
                 overlaps=True, keys_early=True,
             )  # fmt: skip
-            return steps + self._planned(plan)
+            return self._planned(plan)
         offsets = dense("cu_seqlens_q", (shape.sequences + 1,), dtypes.i32)
         packed = PackedSequences(offsets, lengths, table, shape.tile_length)
+        steps: tuple[Step, ...] = ()
         if (scales := self._scales()) is not None:
             keys, values, starts = (self.buffer[name] for name in ("k_packed", "v_packed", "cu_seqlens_k"))
-            steps += plan_gather_cache((k_cache, v_cache), scales, table, starts, (keys, values))
+            steps = plan_gather_cache((k_cache, v_cache), scales, table, starts, (keys, values))
             packed = PackedSequences(offsets, starts, None, shape.tile_length)
             k_cache, v_cache = (t.view((1, *t.shape), (0, *t.strides)) for t in (keys, values))
         return steps + plan_attention(
@@ -180,4 +204,8 @@ class LayerPlanner:
         c = self.model.config
         if c.rope_scaling is None:
             return Rotation(c.head_dim, None, c.rope_theta)
-        return Rotation(c.head_dim, dense("cos_sin", (self.model.positions, c.head_dim), dtypes.f32))
+        return Rotation(c.head_dim, self._table())
+
+    def _table(self) -> Operand:
+        """Cosines and sines, which weights of codes always have."""
+        return dense("cos_sin", (self.model.positions, self.model.config.head_dim), dtypes.f32)

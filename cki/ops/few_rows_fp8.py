@@ -1,6 +1,7 @@
 """A layer's products for few rows of e4m3 codes, with what lies between them: `cuda_src/gemm/hopper/few_rows_fp8.cu`.
 
     project   y = p + bias                      p = x @ w.T of codes and scales, or of rms_norm(x) where x has squares
+    heads     of Q, K, V = p + bias: norms of heads, rotation, y = Q, K and V to a paged cache
     gates     codes of activation(gate) * up    [gate | up] = p
     stream    y = y + p, and codes of y * gamma with the sums of y's squares, of which the next product makes its norm
 
@@ -17,13 +18,13 @@ from cki.errors import UnsupportedError
 from cki.heuristics.linear import ACTIVATIONS
 from cki.heuristics.linear_hopper import LAUNCH_REGISTERS
 from cki.kernel import KernelSpec, kernel_spec
-from cki.operand import Operand
+from cki.operand import Operand, dense
 from cki.ops.linear_hopper import row_obstacles, tensor_map
-from cki.plan import NullPointer, Step
+from cki.plan import ArgumentValue, NullPointer, Step
 
 _ARCH = "sm_90a"
-_PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4
-_MODES = {"project": 0, "gates": 1, "stream": 2}
+_PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4 + "P" * 7 + "q" * 7 + "i" * 4 + "f"
+_MODES = {"project": 0, "gates": 1, "stream": 2, "heads": 3}
 #: Rows and columns of a tile; neighbours with one scale.
 ROWS, BLOCK = 64, 128
 _THREADS = 384
@@ -55,18 +56,59 @@ class Codes(NamedTuple):
         return self.codes.shape[0] != self.scales.shape[0]
 
 
+class Heads(NamedTuple):
+    """What becomes of a product of Q, K and V, rows of w in this order, heads of 128 each: as `append_kv` does.
+
+    caches: bf16 [blocks, block_size, kv_heads, 128] of keys and of values.  slots: i64 [rows].  positions: i32 [rows].
+    table: f32 [positions, 128], cosines, then sines.  norms: bf16 [128], of heads of queries and of keys; eps is theirs.
+    """
+
+    caches: tuple[Operand, Operand]
+    slots: Operand
+    positions: Operand
+    table: Operand
+    norms: tuple[Operand, Operand] | None = None
+    eps: float = 0.0
+
+    def obstacles(self, columns: int) -> list[str]:
+        """Every reason why a product of so many columns does not end so."""
+        found = []
+        for cache in self.caches:
+            if cache.dtype != dtypes.bf16 or cache.shape[3] != BLOCK or cache.strides[3] != 1 or any(s % 2 for s in cache.strides[:3]):
+                found.append("a cache is not of bf16 rows of 128 whose elements are neighbours")
+        if columns % BLOCK or columns // BLOCK <= 2 * self.caches[0].shape[2]:
+            found.append(f"{columns} columns are no heads of queries, keys and values")
+        if self.slots.dtype != dtypes.i64 or self.positions.dtype != dtypes.i32:
+            found.append("slots are not i64, or positions not i32")
+        return found
+
+    def arguments(self, columns: int) -> tuple[ArgumentValue, ...]:
+        """Of the kernel."""
+        k, v = self.caches
+        heads, (blocks, block_size, kv_heads, _) = columns // BLOCK, k.shape
+        return (
+            *(self.norms or (NullPointer(),) * 2), k, v, self.slots, self.positions, self.table, *k.strides[:3],
+            *v.strides[:3], blocks * block_size, self.table.shape[0], block_size, heads - 2 * kv_heads, kv_heads, self.eps,
+        )  # fmt: skip
+
+
+#: The arguments of a product without heads.
+_NO_HEADS: tuple[ArgumentValue, ...] = ((NullPointer(),) * 7 + (0,) * 7 + (0,) * 4 + (0.0,))
+
+
 def plan_few_rows_fp8(
     x: Codes, w: Operand, w_scale: Operand, device: DeviceInfo, *, y: Operand | None = None,
     to: Codes | None = None, bias: Operand | None = None, gamma: Operand | None = None, activation: str | None = None,
-    split: int | None = None,
+    split: int | None = None, heads: Heads | None = None,
 ) -> tuple[Step, ...]:  # fmt: skip
     """The launch, which reads w before the one ahead of it has ended; UnsupportedError names every obstacle.
 
     w: e4m3 with f32 scales of blocks of 128 x 128.  y: "project" writes it; "stream", with gamma [N], adds to it, and
-    writes `to`.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
+    writes `to`; "heads", with
+    heads, writes queries to it.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
     split: blocks of a cluster that share K, 1 to 3; unless told, as many as there are SMs for.
     """
-    mode = "gates" if y is None else "project" if to is None else "stream"
+    mode = "gates" if y is None else "heads" if heads else "project" if to is None else "stream"
     rows, depth, columns = x.scales.shape[0], x.codes.shape[1], w.shape[0] // (2 if y is None else 1)
     two_parts = x.has_two_parts
     obstacles = [] if device.arch == _ARCH else [f"it needs {_ARCH}, the device is {device.arch}"]
@@ -74,6 +116,8 @@ def plan_few_rows_fp8(
         obstacles.append(f"{columns} columns are no whole blocks of {BLOCK}")
     if x.squares is not None and depth % BLOCK:
         obstacles.append(f"{depth} are no whole blocks of {BLOCK}")
+    if heads is not None:
+        obstacles += heads.obstacles(columns)
     if any(t is not None and t.dtype != dtypes.bf16 for t in (y, bias, gamma)):
         obstacles.append("y, bias and gamma are not bf16")
     if two_parts and (rows > ROWS // 2 or x.codes.shape[0] != ROWS):
@@ -94,6 +138,7 @@ def plan_few_rows_fp8(
         norm=x.squares is not None,
         bias=bias is not None,
         activation=activation,
+        heads=heads,
     )
     blocks = tiles * split if split > 1 else min(tiles, device.sm_count)
     null = NullPointer()
@@ -104,6 +149,7 @@ def plan_few_rows_fp8(
             tensor_map(w, depth, w.shape[0], w.strides[0], (BLOCK, BLOCK)), x.scales, w_scale, x.squares or null,
             bias or null, gamma or null, y or null, *((to.codes, to.scales, to.squares or null) if to else (null,) * 3),
             rows, columns, depth, x.eps, *x.scales.strides, *w_scale.strides,
+            *(_NO_HEADS if heads is None else heads.arguments(columns)),
         ),
         smem=_shared_memory(mode, split, rows_x), cluster=(split, 1, 1), programmatic=True,
         reason=f"{rows} x {depth} by {w.shape[0]}, {mode}: e4m3 wgmma and TMA, {tiles} tiles, K in {split} parts",
@@ -112,7 +158,7 @@ def plan_few_rows_fp8(
 
 def _stages(mode: str, split: int, rows_x: int) -> int:
     """Of the ring: as many as fit."""
-    return (_SHARED_BYTES - _fixed_bytes(split)) // _stage_bytes(mode, rows_x)
+    return (_SHARED_BYTES - _fixed_bytes(mode, split)) // _stage_bytes(mode, rows_x)
 
 
 def _stage_bytes(mode: str, rows_x: int) -> int:
@@ -120,13 +166,13 @@ def _stage_bytes(mode: str, rows_x: int) -> int:
     return (rows_x + (2 if mode == "gates" else 1) * BLOCK) * BLOCK + (ROWS + 4) * 4 + 16
 
 
-def _fixed_bytes(split: int) -> int:
+def _fixed_bytes(mode: str, split: int) -> int:
     """Of what blocks or consumers tell each other."""
-    return 2048 + (split - 1) * 4 * 4096
+    return 2048 + (8 * 4096 if mode == "heads" and split == 1 else (split - 1) * 4 * 4096)
 
 
 def _shared_memory(mode: str, split: int, rows_x: int) -> int:
-    return _stages(mode, split, rows_x) * _stage_bytes(mode, rows_x) + _fixed_bytes(split)
+    return _stages(mode, split, rows_x) * _stage_bytes(mode, rows_x) + _fixed_bytes(mode, split)
 
 
 def few_rows_kernel(
@@ -138,20 +184,30 @@ def few_rows_kernel(
     norm: bool = False,
     bias: bool = False,
     activation: str | None = None,
+    heads: Heads | None = None,
 ) -> KernelSpec:
     """The kernel of one configuration.  norm: x has squares.  rows_x: of its codes that are brought."""
     producer, consumer = _REGISTER_SHARES
+    block_size = 0 if heads is None else heads.caches[0].shape[1]
+    is_power = block_size > 0 and block_size & (block_size - 1) == 0
     return kernel_spec(
         "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         kStages=_stages(mode, split, rows_x), kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
         kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation],
         kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer,
+        kNormHeads=heads is not None and heads.norms is not None, kBlockShift=block_size.bit_length() - 1 if is_power else -1,
     )  # fmt: skip
 
 
 def representative_specs() -> list[KernelSpec]:
     """Kernels that stand for all."""
+    cache = dense("k_cache", (100, 16, 8, BLOCK), dtypes.bf16)
+    slots, positions = dense("slots", (64,), dtypes.i64), dense("positions", (64,), dtypes.i32)
+    heads = Heads((cache, cache), slots, positions, dense("table", (4096, BLOCK), dtypes.f32))
+    normed = heads._replace(norms=(dense("gamma", (BLOCK,), dtypes.bf16),) * 2)
     return [
+        few_rows_kernel("heads", 2, norm=True, heads=normed), few_rows_kernel("heads", norm=True, bias=True, heads=heads),
+        few_rows_kernel("heads", 2, two_parts=True, rows_x=16, norm=True, heads=normed),
         few_rows_kernel("gates", norm=True, activation="silu"), few_rows_kernel("gates", activation="gelu_tanh"),
         few_rows_kernel("stream", 2), few_rows_kernel("stream"), few_rows_kernel("project", 2, norm=True, bias=True),
         few_rows_kernel("project", norm=True), few_rows_kernel("gates", two_parts=True, norm=True, activation="silu"),

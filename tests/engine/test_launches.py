@@ -25,9 +25,9 @@ LIMITS = ModelLimits(8, 64, 64)
     [(False, 1, "linear_decode"), (False, 8, "linear_decode"), (True, 1, "linear_decode"),
      (True, 4, "few_rows_fp8"), (True, 16, "few_rows_fp8"), (True, 64, "few_rows_fp8")],
 )  # fmt: skip
-def test_six_launches_a_layer(batch, fp8, product):
+def test_launches_of_a_layer(batch, fp8, product):
     """Qwen3-8B's shapes: norm and Q, K, V; append; attention; output and residual; norm, gate and up; down.  With codes
-    that launches hand each other, the first layer's begin with other kernels."""
+    that launches hand each other, the first product appends, and the first layer's begin with other kernels."""
     config = replace(
         FULL, hidden_size=4096, num_layers=3, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=12288,
         vocab_size=151936, attention_bias=False, attention_output_bias=False, mlp_bias=False, sliding_window=None,
@@ -37,13 +37,15 @@ def test_six_launches_a_layer(batch, fp8, product):
     device = replace(sim_device("sm_90a"), sm_count=132)
     plan = planner.plan(StepShape(batch, batch, True), device)
     entries = [step.kernel.entry for step in plan.steps]
-    layer = [product, "append_kv", "paged_attention", product, product, product]
-    assert entries[:2] == ["advance", "embed_tokens"]
-    first = entries.index("append_kv") - 1
-    assert first == (3 if batch == 64 else 2)  # W8A8 begins with a quantisation
-    assert entries[first + 1 : first + 18] == (layer * 3)[1:]
-    assert first + 18 == len(entries) - (3 if batch > 8 else 2)  # the last norm, the head, sampling
-    assert entries[-1] == "sample"
+    layer = [product, "paged_attention", product, product, product]
+    if product == "linear_decode":
+        layer.insert(1, "append_kv")
+    begin = {"few_rows_fp8": ["linear_decode", "append_kv"], "linear_decode": layer[:2]}[product]
+    if batch == 64:  # W8A8 begins with a quantisation
+        begin = ["norm_quantize", product]
+    rest = layer[layer.index("paged_attention") :]
+    end = ["rms_norm", {16: "linear_skinny", 64: "linear_hopper"}[batch]] if batch > 8 else ["linear_decode"]
+    assert entries == ["advance", "embed_tokens", *begin, *rest, *layer, *layer, *end, "sample"]
 
 
 @pytest.mark.parametrize("fp8", [False, True])

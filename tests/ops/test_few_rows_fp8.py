@@ -12,10 +12,10 @@ from cki.device import sim_device
 from cki.errors import UnsupportedError
 from cki.operand import dense
 from cki.ops.call import call
-from cki.ops.few_rows_fp8 import Codes, plan_few_rows_fp8
+from cki.ops.few_rows_fp8 import Codes, Heads, plan_few_rows_fp8
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec
 from cki.plan import Plan
-from cki.reference import linear_fp8
+from cki.reference import append_kv, linear_fp8
 from tests.compare import assert_close
 from tests.ops.inputs import BF16, E4M3, normal
 from tests.ops.test_linear_fp8 import codes, hopper, scales  # noqa: F401
@@ -162,6 +162,67 @@ def test_project(hopper, rows, depth, columns, split, parts):  # noqa: F811
     got = run(hopper, (*given, y, bias, None), 132, split)[0]
     truth = product + bias.astype(np.float64)
     assert_close(got, truth, truth.astype(BF16))
+
+
+# Queries of two heads, a key's, a value's; slots and positions outside; blocks of a power of two, and not; K in two parts, whole, a
+# block with several heads.
+@pytest.mark.parametrize(
+    ("rows", "depth", "split", "sm_count", "parts", "norm", "block_size"),
+    [(40, 384, 2, 132, 1, True, 16), (19, 256, 2, 132, 2, True, 5), (9, 256, 1, 3, 2, False, 16), (70, 128, 1, 3, 1, True, 16)],
+)  # fmt: skip
+def test_heads(hopper, rows, depth, split, sm_count, parts, norm, block_size):  # noqa: F811
+    given, product = problem(rows, depth, 4 * 128, norm=True, parts=parts)
+    rng, blocks = np.random.default_rng(1), -(-rows // block_size) + 1
+    bias = normal((512,), BF16, 2)
+    slots = rng.permutation(blocks * block_size)[:rows].astype(np.int64)
+    positions = rng.integers(0, 50, rows).astype(np.int32)
+    slots[1], slots[3], positions[2], positions[4] = -1, blocks * block_size, -1, 50
+    table = np.cos(normal((50, 128), np.float32, 8))
+    gammas = [normal((128,), BF16, seed) for seed in (3, 4)] if norm else [None, None]
+    caches = [normal((blocks, block_size, 1, 128), BF16, seed) for seed in (5, 6)]
+    found = []
+    for seed in range(2):
+        with every_check(hopper, seed):
+            tensors = [
+                None if t is None else hopper.array(t.copy())
+                for t in (*given, bias, *caches, slots, positions, table, *gammas)
+            ]
+            out = call(heads_operation(sm_count, split), tuple(tensors), (), (None,))
+            q = hopper.numpy(out).reshape(rows, 4, 128)[:, :2]
+            found.append([hopper.numpy(tensors[6]).copy(), hopper.numpy(tensors[7]).copy(), q.copy()])
+    for first, second in zip(*found):
+        assert first.tobytes() == second.tobytes()
+    q, k, v = np.split((product + bias.astype(np.float64)).reshape(rows, 4, 128), (2, 3), axis=1)
+    options = {"positions": positions, "cos_sin": table, "norm_eps": EPS}
+    options |= {} if not norm else {"q_norm_weight": gammas[0], "k_norm_weight": gammas[1]}
+    truth = append_kv(k, v, [c.astype(np.float64) for c in caches], slots, q=q, **options)
+    for got, expected in zip(found[0], truth):
+        assert_close(got, expected, expected.astype(BF16))
+
+
+def heads_operation(sm_count, split):
+    """The planner with heads as an operation on memory that it writes."""
+
+    def plan(problem, outputs, device):
+        gammas = problem.get("q_gamma"), problem.get("k_gamma")
+        heads = Heads(
+            (problem["k_cache"], problem["v_cache"]), problem["slots"], problem["positions"], problem["table"],
+            None if gammas[0] is None else gammas, EPS,
+        )  # fmt: skip
+        x = Codes(problem["x"], problem["x_scale"], problem["squares"], EPS)
+        return Plan(plan_few_rows_fp8(
+            x, problem["w"], problem["w_scale"], dataclasses.replace(device, sm_count=sm_count), y=outputs["out"],
+            bias=problem["bias"], split=split, heads=heads,
+        ))  # fmt: skip
+
+    names = ("x", "x_scale", "w", "w_scale", "squares", "bias")
+    written = (Input("k_cache", written=True), Input("v_cache", written=True))
+    rest = (*map(Input, ("slots", "positions", "table")), Input("q_gamma", True), Input("k_gamma", True))
+    return OpSpec(
+        name=f"few_rows_fp8_heads_{sm_count}_{split}", inputs=(*map(Input, names), *written, *rest),
+        attributes=(), outputs=("out",), check=lambda problem: None, plan=plan,
+        infer=lambda problem: {"out": OutputSpec((problem["x_scale"].shape[0], 512), dtypes.bf16)},
+    )  # fmt: skip
 
 
 def test_what_it_does_not_take():

@@ -5,6 +5,7 @@
 //   r = 1, or kRowFactors: 1 / sqrt(sum of squares[m] / K + epsilon), so that x is the input of an RMS norm times gamma
 //   kPlain   y = p + bias
 //   kGates   codes of act(p) * (the p of ups), w [2 N, K]
+//   kHeads   y, of queries, and a cache's keys and values: heads of p + bias, normalised and rotated          (head_end.cuh)
 //   kStream  y = y + p rounded; codes of y * gamma, and the sums of y's squares over 128 columns: what kRowFactors then reads
 //
 //   scale[m, n / 128] = the largest |value| of 128 neighbours / 448, code = e4m3(value / scale)            (e4m3_codes.cuh)
@@ -19,8 +20,8 @@
 // Sums, scales, ring, parts of K: as there. All of w is read before the launch before has ended; that must not write it.
 //
 // columns is a multiple of 128 (kPlain: of 2). Rows of y, codes, scales and squares are dense, gamma and bias too.
-// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1 to 3), kMode (0 to 2), kTwoParts, kRowsX, kRowFactors,
-//   kHasBias, kActivation, kSharedBytes, kProducerRegisters, kConsumerRegisters.
+// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1 to 3), kMode (0 to 3), kTwoParts, kRowsX, kRowFactors,
+//   kHasBias, kActivation, kNormHeads, kBlockShift (of a cache's block size, or -1), kSharedBytes, kProducerRegisters, kConsumerRegisters.
 // kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/e4m3_codes.cuh"
@@ -32,6 +33,7 @@
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
+#include "gemm/hopper/head_end.cuh"
 #include "gemm/hopper/stage_scales.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/barrier.cuh"
@@ -45,8 +47,9 @@
 
 using namespace cki;
 
-enum class Mode { kPlain = 0, kGates = 1, kStream = 2 };
+enum class Mode { kPlain = 0, kGates = 1, kStream = 2, kHeads = 3 };
 constexpr bool kGates = static_cast<Mode>(kMode) == Mode::kGates, kStream = static_cast<Mode>(kMode) == Mode::kStream;
+constexpr bool kHeads = static_cast<Mode>(kMode) == Mode::kHeads;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kRows = 64, kColumns = 128;  // of a tile
@@ -62,7 +65,9 @@ using Scales = gemm::StageScales<kRows, kOwnRows, kWeights>;
 using Pushed = gemm::PushedSum<kWeights, kGroupColumns / 2, 4 * kConsumers, kSplit, kSplit == 1 ? 1 : 2, true>;
 static_assert(kSplit == 1 || (Pushed::kFits && !kGates), "two blocks finish a half of the tile each");
 constexpr int kPushedAt = kStages * kStageBytes;        // other blocks' sums
-constexpr int kToldAt = kPushedAt + Pushed::kBytes;     // what consumers tell each other
+constexpr int kSlabBytes = Pushed::kStride;             // of a warp, for a head's half
+constexpr int kPushedBytes = kHeads && kSplit == 1 ? Pushed::kOwned * kSlabBytes : Pushed::kBytes;
+constexpr int kToldAt = kPushedAt + kPushedBytes;       // what consumers tell each other
 constexpr int kToldBytes = 2 * kConsumers * kRows * 8;
 constexpr int kScalesAt = kToldAt + kToldBytes;
 constexpr int kRingAt = kScalesAt + kStages * Scales::kStage * 4;
@@ -70,6 +75,7 @@ static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the pl
 
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
+using HeadInputs = gemm::HeadInputs<kHalves, kNormHeads>;
 
 // Dense rows: y and codes of `columns`, scales and squares of one in 128.
 struct Output {
@@ -160,9 +166,12 @@ __device__ __forceinline__ void write_codes(const float (&values)[kHalves][2 * k
   }
 }
 
-// A tile's end, by the warps that finish it. residual: y before (kStream).
+// A tile's end, by the warps that finish it. residual: y before (kStream). inputs, slabs: of heads; a warp's slab is beside that of
+// the other consumer's.
 __device__ __forceinline__ void finish(const Part& sum, const float (&factors)[kHalves], const u32 (&residual)[kHalves][kPairs],
-                                       float2* told, int consumer, int own_row, int first_row, int group, const Output& out) {
+                                       const HeadInputs& inputs, const gemm::HeadTensors& heads, unsigned char* slabs,
+                                       int slab_of_warp, float2* told, int consumer, int own_row, int first_row, int group,
+                                       const Output& out) {
   const int column = group * kColumns + consumer * kGroupColumns + static_cast<int>(threadIdx.x) % 4 * 2;
   float values[kHalves][2 * kPairs], squares[kHalves] = {};
 #pragma unroll
@@ -196,19 +205,32 @@ __device__ __forceinline__ void finish(const Part& sum, const float (&factors)[k
           squares[half] = fmaf(after[e], after[e], squares[half]);
           values[half][j * 2 + e] = after[e] * gamma[e];
         }
+      } else if constexpr (kHeads) {
+        values[half][j * 2] = value.x;
+        values[half][j * 2 + 1] = value.y;
       } else {
         if (row < out.rows && at < out.columns) *reinterpret_cast<u32*>(y) = pack_pair<bf16>(value.x, value.y);
       }
     }
   }
   if constexpr (kGates || kStream) write_codes(values, squares, told, consumer, own_row, first_row, group, column, out);
+  if constexpr (kHeads) {
+    const int at = slab_of_warp * kSlabBytes, other = (slab_of_warp ^ 1) * kSlabBytes;
+    const gemm::HeadExchange exchange{reinterpret_cast<float2*>(slabs + at), reinterpret_cast<float2*>(slabs + other),
+                                      told + consumer * kRows + own_row, told + (1 - consumer) * kRows + own_row};
+    gemm::finish_head<kHalves, kNormHeads, kBlockShift, kSplit == 1>(values, inputs, heads, exchange, group, consumer, first_row,
+                                                                     out.rows, 32 * Pushed::kOwned);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     few_rows_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scale,
                  const float* w_scale, const float* squares_of_x, const bf16* bias, const bf16* gamma, bf16* y, u8* codes,
                  float* code_scale, float* squares, int rows, int columns, int depth, float epsilon, i64 x_scale_row,
-                 i64 x_scale_k, i64 w_scale_n, i64 w_scale_k) {
+                 i64 x_scale_k, i64 w_scale_n, i64 w_scale_k, const bf16* q_gamma, const bf16* k_gamma, bf16* k_cache, bf16* v_cache,
+                 const i64* slots, const int* positions, const float* table, i64 k_block, i64 k_token, i64 k_head, i64 v_block,
+                 i64 v_token, i64 v_head, i64 num_slots, int table_rows, int block_size, int q_heads, int kv_heads,
+                 float head_epsilon) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int tiles_m = (rows + kOwnRows - 1) / kOwnRows, tiles_n = (columns + kColumns - 1) / kColumns, tiles = tiles_m * tiles_n;
@@ -280,6 +302,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   ptx::setmaxnreg_inc<kConsumerRegisters>();
   ptx::griddepcontrol_wait();
   const Output out{y, codes, code_scale, squares, bias, gamma, rows, columns};
+  const gemm::HeadTensors heads{y, q_gamma, k_gamma, k_cache, v_cache, slots, positions, table, columns, k_block, k_token,
+                                k_head, v_block, v_token, v_head, num_slots, table_rows, block_size, q_heads, kv_heads,
+                                head_epsilon};
   const int consumer = warpgroup - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int own_row = warp * (8 * kHalves) + lane / 4;  // and the one eight rows below
@@ -305,6 +330,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) residual[half][j] = *reinterpret_cast<const u32*>(from + j * 8);
       }
+    }
+    HeadInputs inputs;
+    if constexpr (kHeads) {
+      if (finishes) inputs.load_places(heads, first_row, rows);
     }
     Part sum = {};
     Part even, odd;    // products of stages in turn
@@ -354,9 +383,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_wait_group<0>();
       add_stage(even);
     }
+    if constexpr (kHeads) {
+      if (finishes) inputs.load(heads, group, consumer);
+    }
     if constexpr (kSplit > 1) Pushed{smem + kPushedAt}.exchange(sum, share, rank);
     // Tiles tell in turn at two places: who writes at one again has met all who read it at the other's barrier.
-    if (finishes) finish(sum, row_factors, residual, told + turn * kConsumers * kRows, consumer, own_row, first_row, group, out);
+    if (finishes) {
+      finish(sum, row_factors, residual, inputs, heads, smem + kPushedAt, share % Pushed::kOwned, told + turn * kConsumers * kRows,
+             consumer, own_row, first_row, group, out);
+    }
     turn ^= 1;
   }
 }
