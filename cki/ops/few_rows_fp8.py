@@ -194,7 +194,7 @@ def few_rows_kernel(
         "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         kStages=_stages(mode, split, rows_x), kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
         kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation],
-        kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer,
+        kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer, kXInRegisters=False,
         kNormHeads=heads is not None and heads.norms is not None, kBlockShift=block_size.bit_length() - 1 if is_power else -1,
     )  # fmt: skip
 

@@ -40,6 +40,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
@@ -75,6 +76,7 @@ static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the pl
 
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
+using Codes = u32[kScaledDepth / kStepDepth][4];  // of x, of a stage
 using HeadInputs = gemm::HeadInputs<kHalves, kNormHeads>;
 
 // Dense rows: y and codes of `columns`, scales and squares of one in 128.
@@ -86,17 +88,30 @@ struct Output {
   int rows, columns;
 };
 
-// Waits for the ring's stage and starts its products, alone in `part`.
-__device__ __forceinline__ void start_products(Part& part, Ring& ring, u64 x_at, u64 w_at) {
+// Waits for the ring's stage and starts its products, alone in `part`. x: where this lane's row of it begins; its codes are in
+// `codes` until they have ended.
+__device__ __forceinline__ void start_products(Part& part, Codes& codes, Ring& ring, const unsigned char* x, u64 x_at, u64 w_at) {
   ring.wait_full();
+  if constexpr (kXInRegisters) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int step = 0; step < kScaledDepth / kStepDepth; ++step)
+      ptx::ldmatrix_x4(codes[step], x + ring.stage * kStageBytes + ((step * 2 + lane / 16) ^ lane % 8) * 16);
+  }
   ptx::wgmma_fence();
   const u32 stage = __shfl_sync(0xffffffffu, static_cast<u32>(ring.stage * kStageBytes), 0);
 #pragma unroll
   for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
     const u32 at = stage + static_cast<u32>(step * kStepDepth);
 #pragma unroll
-    for (int i = 0; i < kWeights; ++i)
-      ptx::wgmma<kGroupColumns, e4m3>(part[i], gemm::step_on(x_at, at), gemm::step_on(w_at, at + i * kBytesW), step > 0);
+    for (int i = 0; i < kWeights; ++i) {
+      const u64 w = gemm::step_on(w_at, at + i * kBytesW);
+      if constexpr (kXInRegisters) {
+        ptx::wgmma<kGroupColumns, e4m3>(part[i], codes[step], w, step > 0);
+      } else {
+        ptx::wgmma<kGroupColumns, e4m3>(part[i], gemm::step_on(x_at, at), w, step > 0);
+      }
+    }
   }
   ptx::wgmma_commit_group();
   ring.advance();
@@ -310,6 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int own_row = warp * (8 * kHalves) + lane / 4;  // and the one eight rows below
   const int share = warp * kConsumers + consumer;  // of the tile: a block finishes all columns of its rows
   const bool finishes = Pushed::owner_of(share) == rank;
+  const unsigned char* const x = smem + (warp * 16 + lane % 16) * gemm::kSpan;
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem);
   const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + kBytesX + consumer * kGroupColumns * gemm::kSpan);
   float2* const told = reinterpret_cast<float2*>(smem + kToldAt);
@@ -337,6 +353,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     Part sum = {};
     Part even, odd;    // products of stages in turn
+    Codes even_codes, odd_codes;
     Ring done = ring;  // one stage behind
     float factors[kWeights][kHalves];  // of its rows
     const auto load_factors = [&] {
@@ -358,20 +375,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     int k = 0;
-    start_products(even, ring, x_at, w_at);
+    start_products(even, even_codes, ring, x, x_at, w_at);
 #pragma unroll 1
     for (; k + 2 < k_tiles; k += 2) {
-      start_products(odd, ring, x_at, w_at);
+      start_products(odd, odd_codes, ring, x, x_at, w_at);
       load_factors();
       ptx::wgmma_wait_group<1>();
       add_stage(even);
-      start_products(even, ring, x_at, w_at);
+      start_products(even, even_codes, ring, x, x_at, w_at);
       load_factors();
       ptx::wgmma_wait_group<1>();
       add_stage(odd);
     }
     if (k + 1 < k_tiles) {
-      start_products(odd, ring, x_at, w_at);
+      start_products(odd, odd_codes, ring, x, x_at, w_at);
       load_factors();
       ptx::wgmma_wait_group<1>();
       add_stage(even);
