@@ -60,7 +60,7 @@ class Heads(NamedTuple):
     """What becomes of a product of Q, K and V, rows of w in this order, heads of 128 each: as `append_kv` does.
 
     caches: bf16 [blocks, block_size, kv_heads, 128] of keys and of values.  slots: i64 [rows].  positions: i32 [rows].
-    table: f32 [positions, 128], cosines, then sines.  norms: bf16 [128], of heads of queries and of keys; eps is theirs.
+    table: f32 [positions, 128], cosines, then sines.  norms: bf16 [128], of heads of queries and of keys, with eps.
     """
 
     caches: tuple[Operand, Operand]
@@ -74,7 +74,12 @@ class Heads(NamedTuple):
         """Every reason why a product of so many columns does not end so."""
         found = []
         for cache in self.caches:
-            if cache.dtype != dtypes.bf16 or cache.shape[3] != BLOCK or cache.strides[3] != 1 or any(s % 2 for s in cache.strides[:3]):
+            if (
+                cache.dtype != dtypes.bf16
+                or cache.shape[3] != BLOCK
+                or cache.strides[3] != 1
+                or any(s % 2 for s in cache.strides[:3])
+            ):
                 found.append("a cache is not of bf16 rows of 128 whose elements are neighbours")
         if columns % BLOCK or columns // BLOCK <= 2 * self.caches[0].shape[2]:
             found.append(f"{columns} columns are no heads of queries, keys and values")
@@ -88,12 +93,13 @@ class Heads(NamedTuple):
         heads, (blocks, block_size, kv_heads, _) = columns // BLOCK, k.shape
         return (
             *(self.norms or (NullPointer(),) * 2), k, v, self.slots, self.positions, self.table, *k.strides[:3],
-            *v.strides[:3], blocks * block_size, self.table.shape[0], block_size, heads - 2 * kv_heads, kv_heads, self.eps,
+            *v.strides[:3], blocks * block_size, self.table.shape[0], block_size, heads - 2 * kv_heads, kv_heads,
+            self.eps,
         )  # fmt: skip
 
 
 #: The arguments of a product without heads.
-_NO_HEADS: tuple[ArgumentValue, ...] = ((NullPointer(),) * 7 + (0,) * 7 + (0,) * 4 + (0.0,))
+_NO_HEADS: tuple[ArgumentValue, ...] = (NullPointer(),) * 7 + (0,) * 7 + (0,) * 4 + (0.0,)
 
 
 def plan_few_rows_fp8(
@@ -104,8 +110,8 @@ def plan_few_rows_fp8(
     """The launch, which reads w before the one ahead of it has ended; UnsupportedError names every obstacle.
 
     w: e4m3 with f32 scales of blocks of 128 x 128.  y: "project" writes it; "stream", with gamma [N], adds to it, and
-    writes `to`; "heads", with
-    heads, writes queries to it.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
+    writes `to`; "heads", with heads, writes queries to it.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and
+    gamma are bf16; all rows dense but w's.
     split: blocks of a cluster that share K, 1 to 3; unless told, as many as there are SMs for.
     """
     mode = "gates" if y is None else "heads" if heads else "project" if to is None else "stream"
@@ -194,8 +200,9 @@ def few_rows_kernel(
         "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         kStages=_stages(mode, split, rows_x), kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
         kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation],
-        kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer, kXInRegisters=False,
-        kNormHeads=heads is not None and heads.norms is not None, kBlockShift=block_size.bit_length() - 1 if is_power else -1,
+        kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer,
+        kNormHeads=heads is not None and heads.norms is not None,
+        kBlockShift=block_size.bit_length() - 1 if is_power else -1, kXInRegisters=False,
     )  # fmt: skip
 
 
@@ -206,7 +213,8 @@ def representative_specs() -> list[KernelSpec]:
     heads = Heads((cache, cache), slots, positions, dense("table", (4096, BLOCK), dtypes.f32))
     normed = heads._replace(norms=(dense("gamma", (BLOCK,), dtypes.bf16),) * 2)
     return [
-        few_rows_kernel("heads", 2, norm=True, heads=normed), few_rows_kernel("heads", norm=True, bias=True, heads=heads),
+        few_rows_kernel("heads", 2, norm=True, heads=normed),
+        few_rows_kernel("heads", norm=True, bias=True, heads=heads),
         few_rows_kernel("heads", 2, two_parts=True, rows_x=16, norm=True, heads=normed),
         few_rows_kernel("gates", norm=True, activation="silu"), few_rows_kernel("gates", activation="gelu_tanh"),
         few_rows_kernel("stream", 2), few_rows_kernel("stream"), few_rows_kernel("project", 2, norm=True, bias=True),

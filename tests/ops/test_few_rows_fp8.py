@@ -164,11 +164,14 @@ def test_project(hopper, rows, depth, columns, split, parts):  # noqa: F811
     assert_close(got, truth, truth.astype(BF16))
 
 
-# Queries of two heads, a key's, a value's; slots and positions outside; blocks of a power of two, and not; K in two parts, whole, a
-# block with several heads.
+# Queries of two heads, a key's, a value's; slots and positions outside; blocks of a power of two, and not; K in two
+# parts, whole, a block with several heads.
 @pytest.mark.parametrize(
     ("rows", "depth", "split", "sm_count", "parts", "norm", "block_size"),
-    [(40, 384, 2, 132, 1, True, 16), (19, 256, 2, 132, 2, True, 5), (9, 256, 1, 3, 2, False, 16), (70, 128, 1, 3, 1, True, 16)],
+    [
+        (40, 384, 2, 132, 1, True, 16), (19, 256, 2, 132, 2, True, 5), (9, 256, 1, 3, 2, False, 16),
+        (70, 128, 1, 3, 1, True, 16),
+    ],
 )  # fmt: skip
 def test_heads(hopper, rows, depth, split, sm_count, parts, norm, block_size):  # noqa: F811
     given, product = problem(rows, depth, 4 * 128, norm=True, parts=parts)
