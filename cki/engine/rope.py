@@ -45,7 +45,7 @@ def magnitude(config: ModelConfig) -> float:
 
 
 def cos_sin_table(config: ModelConfig, positions: int, *, always: bool = False) -> NDArray[np.float32] | None:
-    """f32 [positions, head_dim], cosines then sines, as `cki.append_kv` reads it; None for plain ones unless `always`."""
+    """f32 [positions, head_dim], cosines then sines, for `cki.append_kv`; None for plain rotation without `always`."""
     if config.rope_scaling is None and not always:
         return None
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(config)

@@ -110,8 +110,8 @@ def plan_few_rows_fp8(
     """The launch, which reads w before the one ahead of it has ended; UnsupportedError names every obstacle.
 
     w: e4m3 with f32 scales of blocks of 128 x 128.  y: "project" writes it; "stream", with gamma [N], adds to it, and
-    writes `to`; "heads", with heads, writes queries to it.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias and
-    gamma are bf16; all rows dense but w's.
+    writes `to`; "heads", with heads, writes queries to it.  Without y: "gates", of w [2 N, K], writes `to`.  y, bias
+    and gamma are bf16; all rows dense but w's.
     split: blocks of a cluster that share K, 1 to 3; unless told, as many as there are SMs for.
     """
     mode = "gates" if y is None else "heads" if heads else "project" if to is None else "stream"
