@@ -25,6 +25,8 @@ from cki.plan import ArgumentValue, NullPointer, Step
 _ARCH = "sm_90a"
 _PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4 + "P" * 7 + "q" * 7 + "i" * 4 + "f"
 _MODES = {"project": 0, "gates": 1, "stream": 2, "heads": 3}
+#: Stages that a block has not asked for when the launch behind may begin (an H200).
+_LEFT = {"project": 4, "gates": 4, "stream": 4, "heads": 4}
 #: Rows and columns of a tile; neighbours with one scale.
 ROWS, BLOCK = 64, 128
 _THREADS = 384
@@ -145,6 +147,7 @@ def plan_few_rows_fp8(
         bias=bias is not None,
         activation=activation,
         heads=heads,
+        left=_LEFT[mode],
     )
     blocks = tiles * split if split > 1 else min(tiles, device.sm_count)
     null = NullPointer()
@@ -191,6 +194,7 @@ def few_rows_kernel(
     bias: bool = False,
     activation: str | None = None,
     heads: Heads | None = None,
+    left: int = 4,
 ) -> KernelSpec:
     """The kernel of one configuration.  norm: x has squares.  rows_x: of its codes that are brought."""
     producer, consumer = _REGISTER_SHARES
@@ -202,7 +206,8 @@ def few_rows_kernel(
         kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation],
         kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer,
         kNormHeads=heads is not None and heads.norms is not None,
-        kBlockShift=block_size.bit_length() - 1 if is_power else -1, kXInRegisters=False,
+        kBlockShift=block_size.bit_length() - 1 if is_power else -1, kLeft=left,
+        kXInRegisters=False,
     )  # fmt: skip
 
 

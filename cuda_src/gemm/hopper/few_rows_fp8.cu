@@ -21,7 +21,7 @@
 //
 // columns is a multiple of 128 (kPlain: of 2). Rows of y, codes, scales and squares are dense, gamma and bias too.
 // Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1 to 3), kMode (0 to 3), kTwoParts, kRowsX, kRowFactors,
-//   kHasBias, kActivation, kNormHeads, kBlockShift (of a cache's block size, or -1), kSharedBytes, kProducerRegisters, kConsumerRegisters.
+//   kHasBias, kActivation, kLeft (stages not asked for when the next launch may begin), kNormHeads, kBlockShift (of a cache's block size, or -1), kSharedBytes, kProducerRegisters, kConsumerRegisters.
 // kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/e4m3_codes.cuh"
@@ -77,6 +77,7 @@ static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the pl
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
 using Codes = u32[kScaledDepth / kStepDepth][4];  // of x, of a stage
+constexpr bool kAwaitsWithX = !kGates || kTwoParts;  // gates of 64 rows have no registers for that
 using HeadInputs = gemm::HeadInputs<kHalves, kNormHeads>;
 
 // Dense rows: y and codes of `columns`, scales and squares of one in 128.
@@ -120,14 +121,28 @@ __device__ __forceinline__ void start_products(Part& part, Codes& codes, Ring& r
 // Where a row's first part lies; the second eight rows below.
 __device__ __forceinline__ i64 row_of_part(int row) { return row / 8 * 16 + row % 8; }
 
-// 1 / rms of a row, by the four lanes that have it.
-__device__ __forceinline__ float row_factor(const float* squares, int row, int depth, float epsilon) {
-  const int groups = depth / kScaledDepth;
-  float sum = 0.0f;
-#pragma unroll 8
-  for (int i = static_cast<int>(threadIdx.x) % 4; i < groups; i += 4) sum += squares[static_cast<i64>(row) * groups + i];
-  return rsqrtf(warp_sum<4>(sum) / static_cast<float>(depth) + epsilon);
-}
+// 1 / rms of a row, by the four lanes that have it: asked for first, and awaited with x.
+struct RowFactor {
+  static constexpr int kAsked = 8;
+  float first[kAsked];
+
+  __device__ __forceinline__ void load(const float* squares, int row, int groups) {
+#pragma unroll
+    for (int j = 0; j < kAsked; ++j) {
+      const int i = static_cast<int>(threadIdx.x) % 4 + j * 4;
+      first[j] = i < groups ? squares[static_cast<i64>(row) * groups + i] : 0.0f;
+    }
+  }
+  __device__ __forceinline__ float get(const float* squares, int row, int groups, float epsilon) {
+    ptx::wgmma_fence_registers(first);  // not before
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kAsked; ++j) sum += first[j];
+#pragma unroll 1
+    for (int i = gemm::opaque_lane() % 4 + kAsked * 4; i < groups; i += 4) sum += squares[static_cast<i64>(row) * groups + i];
+    return rsqrtf(warp_sum<4>(sum) / static_cast<float>(groups * kScaledDepth) + epsilon);
+  }
+};
 
 // Pair j of a thread's sums in one of its rows.
 __device__ __forceinline__ float2 pair_of(const float (&sum)[kGroupColumns / 2], int j, int half) {
@@ -295,13 +310,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int k = 0; k < ahead; ++k, ring.advance()) load_w(block, k);
       ring = Ring(smem + kRingAt);
       ptx::griddepcontrol_wait();
-      ptx::griddepcontrol_launch_dependents();
+      int left = (tiles - block + blocks - 1) / blocks * k_tiles;  // stages that are to be asked for
       for (int tile = block; tile < tiles; tile += blocks) {
         for (int k = 0; k < k_tiles; ++k, ring.advance()) {
           if (tile > block || k >= ahead) {
             ring.wait_empty();
             load_w(tile, k);
           }
+          if (--left == min(kLeft, k_tiles - 1)) ptx::griddepcontrol_launch_dependents();
           ptx::tma_load_2d(smem + ring.stage * kStageBytes, &x_map, ring.full + ring.stage, (first_k + k) * kScaledDepth,
                            tile % tiles_m * kRows);
         }
@@ -334,13 +350,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (int tile = block; tile < tiles; tile += blocks) {
     const int first_row = tile % tiles_m * kOwnRows + own_row, group = tile / tiles_m;
     float row_factors[kHalves];
+    [[maybe_unused]] RowFactor row_factor[kHalves];
+    const auto row_of = [&](int half) { return min(first_row + half * 8, rows - 1); };
     u32 residual[kHalves][kPairs] = {};
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       row_factors[half] = 1.0f;
       if (!finishes) continue;
-      const int row = min(first_row + half * 8, rows - 1);
-      if constexpr (kRowFactors) row_factors[half] = row_factor(squares_of_x, row, depth, epsilon);
+      const int row = row_of(half);
+      if constexpr (kRowFactors) {
+        row_factor[half].load(squares_of_x, row, all_k_tiles);
+        if (!kAwaitsWithX) row_factors[half] = row_factor[half].get(squares_of_x, row, all_k_tiles, epsilon);
+      }
       if constexpr (kStream) {
         const bf16* from = y + static_cast<i64>(row) * columns + group * kColumns + consumer * kGroupColumns + lane % 4 * 2;
 #pragma unroll
@@ -375,6 +396,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     int k = 0;
+    if constexpr (kRowFactors && kAwaitsWithX) {
+      ring.wait_full();  // by then squares are there, too
+      if (finishes) {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half)
+          row_factors[half] = row_factor[half].get(squares_of_x, row_of(half), all_k_tiles, epsilon);
+      }
+    }
     start_products(even, even_codes, ring, x, x_at, w_at);
 #pragma unroll 1
     for (; k + 2 < k_tiles; k += 2) {
