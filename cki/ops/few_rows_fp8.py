@@ -138,6 +138,8 @@ def plan_few_rows_fp8(
     most = 1 if mode == "gates" else min(_MOST_PARTS, -(-depth // BLOCK))
     split = min(most, max(1, device.sm_count // tiles) if split is None else split)
     rows_x = next(n for n in _ROWS_X if n >= 16 * -(-rows // 8) or n == ROWS) if two_parts else ROWS
+    blocks = tiles * split if split > 1 else min(tiles, device.sm_count)
+    one_tile = tiles * split == blocks
     kernel = few_rows_kernel(
         mode,
         split,
@@ -148,8 +150,8 @@ def plan_few_rows_fp8(
         activation=activation,
         heads=heads,
         left=_LEFT[mode],
+        one_tile=one_tile,
     )
-    blocks = tiles * split if split > 1 else min(tiles, device.sm_count)
     null = NullPointer()
     return (Step(
         kernel, (blocks, 1, 1), (_THREADS, 1, 1),
@@ -160,14 +162,14 @@ def plan_few_rows_fp8(
             rows, columns, depth, x.eps, *x.scales.strides, *w_scale.strides,
             *(_NO_HEADS if heads is None else heads.arguments(columns)),
         ),
-        smem=_shared_memory(mode, split, rows_x), cluster=(split, 1, 1), programmatic=True,
+        smem=_shared_memory(mode, split, rows_x, one_tile), cluster=(split, 1, 1), programmatic=True,
         reason=f"{rows} x {depth} by {w.shape[0]}, {mode}: e4m3 wgmma and TMA, {tiles} tiles, K in {split} parts",
     ),)  # fmt: skip
 
 
-def _stages(mode: str, split: int, rows_x: int) -> int:
+def _stages(mode: str, split: int, rows_x: int, one_tile: bool) -> int:
     """Of the ring: as many as fit."""
-    return (_SHARED_BYTES - _fixed_bytes(mode, split)) // _stage_bytes(mode, rows_x)
+    return (_SHARED_BYTES - _fixed_bytes(mode, split, one_tile)) // _stage_bytes(mode, rows_x)
 
 
 def _stage_bytes(mode: str, rows_x: int) -> int:
@@ -175,13 +177,15 @@ def _stage_bytes(mode: str, rows_x: int) -> int:
     return (rows_x + (2 if mode == "gates" else 1) * BLOCK) * BLOCK + (ROWS + 4) * 4 + 16
 
 
-def _fixed_bytes(mode: str, split: int) -> int:
+def _fixed_bytes(mode: str, split: int, one_tile: bool) -> int:
     """Of what blocks or consumers tell each other."""
-    return 2048 + (8 * 4096 if mode == "heads" and split == 1 else (split - 1) * 4 * 4096)
+    if split > 1:
+        return (split - 1) * 4 * 4096
+    return 0 if one_tile or mode == "project" else 8 * 4096
 
 
-def _shared_memory(mode: str, split: int, rows_x: int) -> int:
-    return _stages(mode, split, rows_x) * _stage_bytes(mode, rows_x) + _fixed_bytes(mode, split)
+def _shared_memory(mode: str, split: int, rows_x: int, one_tile: bool) -> int:
+    return _stages(mode, split, rows_x, one_tile) * _stage_bytes(mode, rows_x) + _fixed_bytes(mode, split, one_tile)
 
 
 def few_rows_kernel(
@@ -195,6 +199,7 @@ def few_rows_kernel(
     activation: str | None = None,
     heads: Heads | None = None,
     left: int = 4,
+    one_tile: bool = True,
 ) -> KernelSpec:
     """The kernel of one configuration.  norm: x has squares.  rows_x: of its codes that are brought."""
     producer, consumer = _REGISTER_SHARES
@@ -202,12 +207,12 @@ def few_rows_kernel(
     is_power = block_size > 0 and block_size & (block_size - 1) == 0
     return kernel_spec(
         "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
-        kStages=_stages(mode, split, rows_x), kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
+        kStages=_stages(mode, split, rows_x, one_tile), kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
         kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation],
-        kSharedBytes=_shared_memory(mode, split, rows_x), kProducerRegisters=producer, kConsumerRegisters=consumer,
+        kSharedBytes=_shared_memory(mode, split, rows_x, one_tile), kProducerRegisters=producer, kConsumerRegisters=consumer,
         kNormHeads=heads is not None and heads.norms is not None,
         kBlockShift=block_size.bit_length() - 1 if is_power else -1, kLeft=left,
-        kXInRegisters=False,
+        kOneTile=one_tile,
     )  # fmt: skip
 
 
@@ -221,7 +226,7 @@ def representative_specs() -> list[KernelSpec]:
         few_rows_kernel("heads", 2, norm=True, heads=normed),
         few_rows_kernel("heads", norm=True, bias=True, heads=heads),
         few_rows_kernel("heads", 2, two_parts=True, rows_x=16, norm=True, heads=normed),
-        few_rows_kernel("gates", norm=True, activation="silu"), few_rows_kernel("gates", activation="gelu_tanh"),
+        few_rows_kernel("gates", norm=True, activation="silu"), few_rows_kernel("gates", activation="gelu_tanh", one_tile=False),
         few_rows_kernel("stream", 2), few_rows_kernel("stream"), few_rows_kernel("project", 2, norm=True, bias=True),
         few_rows_kernel("project", norm=True), few_rows_kernel("gates", two_parts=True, norm=True, activation="silu"),
         few_rows_kernel("stream", 2, two_parts=True, rows_x=16), few_rows_kernel("project", two_parts=True, norm=True),

@@ -16,12 +16,12 @@
 // Parts.   kTwoParts: of up to 32 rows, each two of x's: two e4m3 numbers an element and one scale, a power of two for 128
 //          (e4m3_parts.cuh): W8A16. Parts are eight rows of x apart, so a thread has the sums of both.
 // Tile.    64 rows of x, 128 columns, with gates those of their ups too: a block has whole groups of 128. The two consumers have 64
-//          columns each, and tell each other the largest of each row.
+//          columns each. Sums go through shared memory (row_slabs.cuh) to warps that have whole rows.
 // Sums, scales, ring, parts of K: as there. All of w is read before the launch before has ended; that must not write it.
 //
 // columns is a multiple of 128 (kPlain: of 2). Rows of y, codes, scales and squares are dense, gamma and bias too.
 // Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1 to 3), kMode (0 to 3), kTwoParts, kRowsX, kRowFactors,
-//   kHasBias, kActivation, kLeft (stages not asked for when the next launch may begin), kNormHeads, kBlockShift (of a cache's block size, or -1), kSharedBytes, kProducerRegisters, kConsumerRegisters.
+//   kHasBias, kActivation, kLeft (stages not asked for when the next launch may begin), kOneTile (a block has one tile at most), kNormHeads, kBlockShift (of a cache's block size, or -1), kSharedBytes, kProducerRegisters, kConsumerRegisters.
 // kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/e4m3_codes.cuh"
@@ -34,13 +34,13 @@
 #include "gemm/activation.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/head_end.cuh"
+#include "gemm/hopper/row_slabs.cuh"
 #include "gemm/hopper/stage_scales.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
@@ -50,7 +50,7 @@ using namespace cki;
 
 enum class Mode { kPlain = 0, kGates = 1, kStream = 2, kHeads = 3 };
 constexpr bool kGates = static_cast<Mode>(kMode) == Mode::kGates, kStream = static_cast<Mode>(kMode) == Mode::kStream;
-constexpr bool kHeads = static_cast<Mode>(kMode) == Mode::kHeads;
+constexpr bool kHeads = static_cast<Mode>(kMode) == Mode::kHeads, kPlain = static_cast<Mode>(kMode) == Mode::kPlain;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kRows = 64, kColumns = 128;  // of a tile
@@ -63,22 +63,25 @@ constexpr int kWeights = kGates ? 2 : 1;  // gates', ups'
 constexpr int kBytesX = kRowsX * gemm::kSpan, kBytesW = kColumns * gemm::kSpan;
 constexpr int kStageBytes = kBytesX + kWeights * kBytesW;
 using Scales = gemm::StageScales<kRows, kOwnRows, kWeights>;
-using Pushed = gemm::PushedSum<kWeights, kGroupColumns / 2, 4 * kConsumers, kSplit, kSplit == 1 ? 1 : 2, true>;
+constexpr int kOwners = kSplit == 1 ? 1 : 2;
+using Pushed = gemm::PushedSum<kWeights, kGroupColumns / 2, 4 * kConsumers, kSplit, kOwners, true>;
 static_assert(kSplit == 1 || (Pushed::kFits && !kGates), "two blocks finish a half of the tile each");
-constexpr int kPushedAt = kStages * kStageBytes;        // other blocks' sums
-constexpr int kSlabBytes = Pushed::kStride;             // of a warp, for a head's half
-constexpr int kPushedBytes = kHeads && kSplit == 1 ? Pushed::kOwned * kSlabBytes : Pushed::kBytes;
-constexpr int kToldAt = kPushedAt + kPushedBytes;       // what consumers tell each other
-constexpr int kToldBytes = 2 * kConsumers * kRows * 8;
-constexpr int kScalesAt = kToldAt + kToldBytes;
+// A tile ends by rows: of a block, of a warp, of which so many are computed together.
+constexpr int kFinishedRows = kOwnRows / kOwners, kWarpRows = kFinishedRows / Pushed::kOwned, kTogether = 4;
+constexpr int kSlabRows = 8 * kHalves;
+using Slabs = gemm::RowSlabs<kSlabRows, kSplit == 1 ? kSlabRows * 256 : Pushed::kStride>;
+constexpr bool kSlabsInRing = kSplit == 1 && kOneTile;  // which nobody fills again
+constexpr int kSlabBytes = kPlain || kSlabsInRing || kSplit > 1 ? 0 : Pushed::kOwned * Slabs::kStride;
+constexpr int kPushedAt = kStages * kStageBytes;  // other blocks' sums, and in their place, when they have been added, slabs
+constexpr int kScalesAt = kPushedAt + Pushed::kBytes + kSlabBytes;
 constexpr int kRingAt = kScalesAt + kStages * Scales::kStage * 4;
 static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the planner allows for");
+static_assert(!kSlabsInRing || Pushed::kOwned * Slabs::kStride <= kPushedAt, "slabs lie in the ring");
 
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
-using Codes = u32[kScaledDepth / kStepDepth][4];  // of x, of a stage
 constexpr bool kAwaitsWithX = !kGates || kTwoParts;  // gates of 64 rows have no registers for that
-using HeadInputs = gemm::HeadInputs<kHalves, kNormHeads>;
+using HeadInputs = gemm::HeadInputs<kWarpRows, Pushed::kOwned, kNormHeads>;
 
 // Dense rows: y and codes of `columns`, scales and squares of one in 128.
 struct Output {
@@ -89,30 +92,17 @@ struct Output {
   int rows, columns;
 };
 
-// Waits for the ring's stage and starts its products, alone in `part`. x: where this lane's row of it begins; its codes are in
-// `codes` until they have ended.
-__device__ __forceinline__ void start_products(Part& part, Codes& codes, Ring& ring, const unsigned char* x, u64 x_at, u64 w_at) {
+// Waits for the ring's stage and starts its products, alone in `part`.
+__device__ __forceinline__ void start_products(Part& part, Ring& ring, u64 x_at, u64 w_at) {
   ring.wait_full();
-  if constexpr (kXInRegisters) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-    for (int step = 0; step < kScaledDepth / kStepDepth; ++step)
-      ptx::ldmatrix_x4(codes[step], x + ring.stage * kStageBytes + ((step * 2 + lane / 16) ^ lane % 8) * 16);
-  }
   ptx::wgmma_fence();
   const u32 stage = __shfl_sync(0xffffffffu, static_cast<u32>(ring.stage * kStageBytes), 0);
 #pragma unroll
   for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
     const u32 at = stage + static_cast<u32>(step * kStepDepth);
 #pragma unroll
-    for (int i = 0; i < kWeights; ++i) {
-      const u64 w = gemm::step_on(w_at, at + i * kBytesW);
-      if constexpr (kXInRegisters) {
-        ptx::wgmma<kGroupColumns, e4m3>(part[i], codes[step], w, step > 0);
-      } else {
-        ptx::wgmma<kGroupColumns, e4m3>(part[i], gemm::step_on(x_at, at), w, step > 0);
-      }
-    }
+    for (int i = 0; i < kWeights; ++i)
+      ptx::wgmma<kGroupColumns, e4m3>(part[i], gemm::step_on(x_at, at), gemm::step_on(w_at, at + i * kBytesW), step > 0);
   }
   ptx::wgmma_commit_group();
   ring.advance();
@@ -150,106 +140,117 @@ __device__ __forceinline__ float2 pair_of(const float (&sum)[kGroupColumns / 2],
   return make_float2(sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
 }
 
-// Codes of a thread's values of its rows, first_row and eight below, columns from `column` on by eights. squares: of y.
-__device__ __forceinline__ void write_codes(const float (&values)[kHalves][2 * kPairs], float (&squares)[kHalves], float2* told,
-                                            int consumer, int own_row, int first_row, int group, int column,
-                                            const Output& out) {
-  const bool tells = threadIdx.x % 4 == 0;
-  float largest[kHalves];
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    largest[half] = warp_max<4>(largest_finite(0.0f, values[half]));
-    if constexpr (kStream) squares[half] = warp_sum<4>(squares[half]);
-    if (tells) told[consumer * kRows + own_row + half * 8] = make_float2(largest[half], squares[half]);
-  }
-  ptx::bar_sync(1, 32 * Pushed::kOwned);
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    const i64 row = first_row + half * 8;
-    const float2 other = told[(1 - consumer) * kRows + own_row + half * 8];
-    const float of_all = fmaxf(largest[half], other.x);
-    float scale, inverse;
-    if constexpr (kTwoParts) {
-      power_of(of_all, inverse, scale);
-    } else {
-      scale = e4m3_scale(of_all);
-      inverse = inverse_of_scale(scale);
-    }
-    if (row >= out.rows) continue;
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      const float first = values[half][j * 2], second = values[half][j * 2 + 1];
-      if constexpr (kTwoParts) {
-        u16 high, low;
-        split_pair(first * inverse, second * inverse, high, low);
-        u8* to = out.codes + row_of_part(static_cast<int>(row)) * out.columns + column + j * 8;
-        *reinterpret_cast<u16*>(to) = high;
-        *reinterpret_cast<u16*>(to + 8 * static_cast<i64>(out.columns)) = low;
-      } else {
-        store_e4m3<2>(out.codes + row * out.columns + column + j * 8, {first, second}, inverse);
-      }
-    }
-    if (consumer != 0 || !tells) continue;
-    const i64 at = row * (out.columns / kColumns) + group;
-    out.scale[at] = scale;
-    if constexpr (kStream) out.squares[at] = squares[half] + other.y;
-  }
-}
-
-// A tile's end, by the warps that finish it. residual: y before (kStream). inputs, slabs: of heads; a warp's slab is beside that of
-// the other consumer's.
-__device__ __forceinline__ void finish(const Part& sum, const float (&factors)[kHalves], const u32 (&residual)[kHalves][kPairs],
-                                       const HeadInputs& inputs, const gemm::HeadTensors& heads, unsigned char* slabs,
-                                       int slab_of_warp, float2* told, int consumer, int own_row, int first_row, int group,
-                                       const Output& out) {
-  const int column = group * kColumns + consumer * kGroupColumns + static_cast<int>(threadIdx.x) % 4 * 2;
-  float values[kHalves][2 * kPairs], squares[kHalves] = {};
+// A thread's values of p: y, or what rows are made of.
+template <class Take>
+__device__ __forceinline__ void for_each_pair(const Part& sum, const float (&factors)[kHalves], int column, const Output& out,
+                                              const Take& take) {
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
-    const int at = column + j * 8;
-    float gamma[2] = {}, bias[2] = {};
-    if constexpr (kStream) unpack_pair<bf16>(*reinterpret_cast<const u32*>(out.gamma + at), gamma[0], gamma[1]);
+    float bias[2] = {};
     if constexpr (kHasBias) {
-      if (at < out.columns) unpack_pair<bf16>(*reinterpret_cast<const u32*>(out.bias + at), bias[0], bias[1]);
+      if (column + j * 8 < out.columns) unpack_pair<bf16>(*reinterpret_cast<const u32*>(out.bias + column + j * 8), bias[0], bias[1]);
     }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const int row = first_row + half * 8;
       float2 value = pair_of(sum[0], j, half);
       value.x = fmaf(value.x, factors[half], bias[0]);
       value.y = fmaf(value.y, factors[half], bias[1]);
-      bf16* y = out.y + static_cast<i64>(row) * out.columns + at;
       if constexpr (kGates) {
         constexpr auto kAct = static_cast<gemm::Activation>(kActivation);
         const float2 up = pair_of(sum[kWeights - 1], j, half);
-        values[half][j * 2] = gemm::activate<kAct>(value.x) * (up.x * factors[half]);
-        values[half][j * 2 + 1] = gemm::activate<kAct>(value.y) * (up.y * factors[half]);
-      } else if constexpr (kStream) {
-        float before[2], after[2];
-        unpack_pair<bf16>(residual[half][j], before[0], before[1]);
-        const u32 word = pack_pair<bf16>(before[0] + value.x, before[1] + value.y);
-        unpack_pair<bf16>(word, after[0], after[1]);
-        if (row < out.rows) *reinterpret_cast<u32*>(y) = word;
+        value.x = gemm::activate<kAct>(value.x) * (up.x * factors[half]);
+        value.y = gemm::activate<kAct>(value.y) * (up.y * factors[half]);
+      }
+      take(half, j, value);
+    }
+  }
+}
+
+// What a warp needs of memory for its rows of a tile (kStream): y before, gamma.
+struct StreamInputs {
+  Vector<bf16, 4> before[kWarpRows], gamma;
+
+  __device__ __forceinline__ void load(const Output& out, int first_row, i64 column) {
+    if constexpr (kStream) {
+      gamma.load(out.gamma + column);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          squares[half] = fmaf(after[e], after[e], squares[half]);
-          values[half][j * 2 + e] = after[e] * gamma[e];
-        }
-      } else if constexpr (kHeads) {
-        values[half][j * 2] = value.x;
-        values[half][j * 2 + 1] = value.y;
-      } else {
-        if (row < out.rows && at < out.columns) *reinterpret_cast<u32*>(y) = pack_pair<bf16>(value.x, value.y);
+      for (int i = 0; i < kWarpRows; ++i) {
+        const int row = min(first_row + i * Pushed::kOwned, out.rows - 1);
+        before[i].load(out.y + static_cast<i64>(row) * out.columns + column);
       }
     }
   }
-  if constexpr (kGates || kStream) write_codes(values, squares, told, consumer, own_row, first_row, group, column, out);
-  if constexpr (kHeads) {
-    const int at = slab_of_warp * kSlabBytes, other = (slab_of_warp ^ 1) * kSlabBytes;
-    const gemm::HeadExchange exchange{reinterpret_cast<float2*>(slabs + at), reinterpret_cast<float2*>(slabs + other),
-                                      told + consumer * kRows + own_row, told + (1 - consumer) * kRows + own_row};
-    gemm::finish_head<kHalves, kNormHeads, kBlockShift, kSplit == 1>(values, inputs, heads, exchange, group, consumer, first_row,
-                                                                     out.rows, 32 * Pushed::kOwned);
+};
+
+// Codes of rows, four neighbours a lane, and their scales.
+__device__ __forceinline__ void write_codes(int lane, const float (&values)[kTogether][4], int first_row, int group, const Output& out) {
+#pragma unroll
+  for (int n = 0; n < kTogether; ++n) {
+    const int row = first_row + n * Pushed::kOwned;
+    const float largest = warp_max(largest_finite(0.0f, values[n]));
+    const i64 at = group * kColumns + lane * 4;
+    float scale;
+    if constexpr (kTwoParts) {
+      float up;
+      power_of(largest, up, scale);
+      u16 high[2], low[2];
+      split_pair(values[n][0] * up, values[n][1] * up, high[0], low[0]);
+      split_pair(values[n][2] * up, values[n][3] * up, high[1], low[1]);
+      u8* to = out.codes + row_of_part(row) * out.columns + at;
+      if (row < out.rows) {
+        *reinterpret_cast<u32*>(to) = high[0] | static_cast<u32>(high[1]) << 16;
+        *reinterpret_cast<u32*>(to + 8 * static_cast<i64>(out.columns)) = low[0] | static_cast<u32>(low[1]) << 16;
+      }
+    } else {
+      scale = e4m3_scale(largest);
+      if (row < out.rows) store_e4m3<4>(out.codes + row * static_cast<i64>(out.columns) + at, values[n], inverse_of_scale(scale));
+    }
+    if (row < out.rows && lane == 0) out.scale[row * static_cast<i64>(out.columns / kColumns) + group] = scale;
+  }
+}
+
+// y + p of rows `from` on of a warp's: y, and values that become codes, of y times gamma.
+__device__ __forceinline__ void add_to_stream(int lane, float (&values)[kTogether][4], const StreamInputs& inputs, int from,
+                                              int first_row, int group, const Output& out) {
+  float gamma[4];
+  inputs.gamma.to_floats(gamma);
+#pragma unroll
+  for (int n = 0; n < kTogether; ++n) {
+    const i64 row = first_row + n * Pushed::kOwned;
+    float before[4], squares = 0.0f;
+    inputs.before[from + n].to_floats(before);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values[n][e] += before[e];
+    Vector<bf16, 4> y;
+    y.from_floats(values[n]);
+    if (row < out.rows) y.store(out.y + row * out.columns + group * kColumns + lane * 4);
+    y.to_floats(values[n]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      squares = fmaf(values[n][e], values[n][e], squares);
+      values[n][e] *= gamma[e];
+    }
+    squares = warp_sum(squares);
+    if (row < out.rows && lane == 0) out.squares[row * (out.columns / kColumns) + group] = squares;
+  }
+}
+
+// A warp's rows of a tile whose values lie in slabs.
+__device__ __forceinline__ void end_rows(int lane, const Slabs& slabs, const StreamInputs& stream, const HeadInputs& inputs,
+                                         const gemm::HeadTensors& heads, int number, int first_row, int group, const Output& out) {
+#pragma unroll
+  for (int from = 0; from < kWarpRows; from += kTogether) {
+    const int row = first_row + from * Pushed::kOwned;
+    if (row >= out.rows) break;
+    float values[kTogether][4];
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) slabs.get(lane, number + (from + n) * Pushed::kOwned, values[n]);
+    if constexpr (kHeads) {
+      inputs.finish<kTogether, kBlockShift>(lane, values, heads, group, from, first_row, out.rows);
+    } else {
+      if constexpr (kStream) add_to_stream(lane, values, stream, from, row, group, out);
+      write_codes(lane, values, row, group, out);
+    }
   }
 }
 
@@ -341,18 +342,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int own_row = warp * (8 * kHalves) + lane / 4;  // and the one eight rows below
   const int share = warp * kConsumers + consumer;  // of the tile: a block finishes all columns of its rows
   const bool finishes = Pushed::owner_of(share) == rank;
-  const unsigned char* const x = smem + (warp * 16 + lane % 16) * gemm::kSpan;
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem);
   const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + kBytesX + consumer * kGroupColumns * gemm::kSpan);
-  float2* const told = reinterpret_cast<float2*>(smem + kToldAt);
-  int turn = 0;
+  // Which of the warps that finish here, and its first row.
+  const auto number_of = [](int thread) { return (thread / 32 % 4 * kConsumers + thread / 128 - 1) % Pushed::kOwned; };
+  const Slabs slabs{smem + (kSlabsInRing ? 0 : kPushedAt)};
 #pragma unroll 1
   for (int tile = block; tile < tiles; tile += blocks) {
-    const int first_row = tile % tiles_m * kOwnRows + own_row, group = tile / tiles_m;
+    const int tile_row = tile % tiles_m * kOwnRows, first_row = tile_row + own_row, group = tile / tiles_m;
     float row_factors[kHalves];
     [[maybe_unused]] RowFactor row_factor[kHalves];
     const auto row_of = [&](int half) { return min(first_row + half * 8, rows - 1); };
-    u32 residual[kHalves][kPairs] = {};
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       row_factors[half] = 1.0f;
@@ -362,19 +362,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         row_factor[half].load(squares_of_x, row, all_k_tiles);
         if (!kAwaitsWithX) row_factors[half] = row_factor[half].get(squares_of_x, row, all_k_tiles, epsilon);
       }
-      if constexpr (kStream) {
-        const bf16* from = y + static_cast<i64>(row) * columns + group * kColumns + consumer * kGroupColumns + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) residual[half][j] = *reinterpret_cast<const u32*>(from + j * 8);
-      }
     }
+    StreamInputs stream;
     HeadInputs inputs;
-    if constexpr (kHeads) {
-      if (finishes) inputs.load_places(heads, first_row, rows);
+    if (finishes) {
+      const int first = tile_row + rank * kFinishedRows + number_of(static_cast<int>(threadIdx.x));
+      stream.load(out, first, group * kColumns + lane * 4);
+      if constexpr (kHeads) inputs.load_places(heads, first, rows);
     }
     Part sum = {};
     Part even, odd;    // products of stages in turn
-    Codes even_codes, odd_codes;
     Ring done = ring;  // one stage behind
     float factors[kWeights][kHalves];  // of its rows
     const auto load_factors = [&] {
@@ -404,20 +401,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           row_factors[half] = row_factor[half].get(squares_of_x, row_of(half), all_k_tiles, epsilon);
       }
     }
-    start_products(even, even_codes, ring, x, x_at, w_at);
+    start_products(even, ring, x_at, w_at);
 #pragma unroll 1
     for (; k + 2 < k_tiles; k += 2) {
-      start_products(odd, odd_codes, ring, x, x_at, w_at);
+      start_products(odd, ring, x_at, w_at);
       load_factors();
       ptx::wgmma_wait_group<1>();
       add_stage(even);
-      start_products(even, even_codes, ring, x, x_at, w_at);
+      start_products(even, ring, x_at, w_at);
       load_factors();
       ptx::wgmma_wait_group<1>();
       add_stage(odd);
     }
     if (k + 1 < k_tiles) {
-      start_products(odd, odd_codes, ring, x, x_at, w_at);
+      start_products(odd, ring, x_at, w_at);
       load_factors();
       ptx::wgmma_wait_group<1>();
       add_stage(even);
@@ -430,14 +427,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       add_stage(even);
     }
     if constexpr (kHeads) {
-      if (finishes) inputs.load(heads, group, consumer);
+      if (finishes) inputs.load(gemm::opaque_lane(), heads, group);
     }
     if constexpr (kSplit > 1) Pushed{smem + kPushedAt}.exchange(sum, share, rank);
-    // Tiles tell in turn at two places: who writes at one again has met all who read it at the other's barrier.
-    if (finishes) {
-      finish(sum, row_factors, residual, inputs, heads, smem + kPushedAt, share % Pushed::kOwned, told + turn * kConsumers * kRows,
-             consumer, own_row, first_row, group, out);
+    if (!finishes) continue;
+    if constexpr (kPlain) {
+      const int column = group * kColumns + consumer * kGroupColumns + lane % 4 * 2;
+      for_each_pair(sum, row_factors, column, out, [&](int half, int j, float2 value) {
+        const int row = first_row + half * 8, at = column + j * 8;
+        if (row < rows && at < columns)
+          *reinterpret_cast<u32*>(y + static_cast<i64>(row) * columns + at) = pack_pair<bf16>(value.x, value.y);
+      });
+    } else {
+      const auto meet = [] { ptx::bar_sync(1, 32 * Pushed::kOwned); };
+      if constexpr (kSlabsInRing) meet();  // nobody reads a stage any more
+      __syncwarp();  // nor another lane's part of the sums
+      const int thread = gemm::opaque_thread(), number = number_of(thread), at = thread % 32;
+      for_each_pair(sum, row_factors, group * kColumns + (thread / 128 - 1) * kGroupColumns + at % 4 * 2, out,
+                    [&](int half, int j, float2 value) { slabs.put(at, number, at / 4 + half * 8, j, value); });
+      meet();
+      end_rows(at, slabs, stream, inputs, heads, number, tile_row + rank * kFinishedRows + number, group, out);
+      if constexpr (kSplit == 1 && !kOneTile) meet();  // before the next tile's values
     }
-    turn ^= 1;
   }
 }
