@@ -1,7 +1,8 @@
 """One layer of a step: its launches, over a step's buffers.
 
-Decode steps of up to 64 sequences over e4m3 codes are six launches a layer that hand each other codes (`few_rows_fp8`):
-of up to 32 two parts of the activations (W8A16), of more one (W8A8).  All others are as `Products` launches them.
+Decode steps of up to 64 sequences over e4m3 codes are five launches a layer that hand each other codes
+(`few_rows_fp8`): of up to 32 two parts of the activations (W8A16), of more one (W8A8).  All others are as `Products`
+launches them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from cki.engine.products import Products, Stream, Weight
 from cki.heuristics.linear import ACTIVATIONS
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
+from cki.ops.embed_codes import plan_embed_codes
+from cki.ops.embedding import plan_embed_tokens
 from cki.ops.few_rows_fp8 import ROWS, Codes, Heads, plan_few_rows_fp8
 from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
@@ -58,8 +61,8 @@ class LayerPlanner:
 
     def steps(self, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
         """stream += attention(norm(stream)) wo, then += (activation(gate) * up) wd with gate and up of norm(stream)."""
-        if self._takes_few_rows(stream):
-            return self._few_rows(stream)
+        if stream.codes is not None:
+            return self._few_rows(stream, stream.codes)
         qkv, attended, inner = (self.buffer[name] for name in ("qkv", "attended", "inner"))
         products, activation = self.products, self.model.config.activation
         steps = products.project(stream, self._norm("norm1"), self._matrix("wqkv", "bqkv"), qkv)
@@ -70,53 +73,60 @@ class LayerPlanner:
         added, stream = products.add(replace(stream, pending=False), inner, self._matrix("wd", "bd"))
         return steps + added, stream
 
-    def _takes_few_rows(self, stream: Stream) -> bool:
+    def begin(self, tokens: Operand, table: Operand, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
+        """The first layer's stream: rows of the table, and their codes where all layers' products take these."""
+        x = stream.x
+        if not self._takes_few_rows(x):
+            return plan_embed_tokens(tokens, table, x, self.device), stream
+        codes = self._codes("x", x.shape[1], dense("squares", (x.shape[0], x.shape[1] // 128), dtypes.f32))
+        gamma = self._norm("norm1").gamma
+        return plan_embed_codes(tokens, table, gamma, x, codes, self.device), replace(stream, codes=codes)
+
+    def _takes_few_rows(self, x: Operand) -> bool:
         """Whether a layer's products are those of `few_rows_fp8`: of a decode step, of whole blocks of 128."""
-        c, x, way = self.model.config, stream.x, self.model.way
+        c, way = self.model.config, self.model.way
         weights = [self._matrix(*names) for names in _MATRICES]
         widths = x.shape[1], *(self.buffer[name].shape[1] for name in ("qkv", "attended", "inner"))
         least = 1 if way == "codes" else _LEAST_TOKENS
         return (
-            self.shape.decode and way in (None, "codes") and least <= x.shape[0] <= ROWS and not stream.pending
+            self.shape.decode and way in (None, "codes") and least <= x.shape[0] <= ROWS
             and self.device.arch == "sm_90a" and x.dtype == dtypes.bf16 and self.model.merge_inside
             and c.activation in ACTIVATIONS and c.head_dim == 128 and not any(width % 128 for width in widths)
             and all(w.scales is not None for w in weights) and not any(w.bias for w in weights[1:])
         )  # fmt: skip
 
-    def _few_rows(self, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
+    def _codes(self, name: str, width: int, squares: Operand | None = None) -> Codes:
+        """Memory for the step's rows: in two parts, of few."""
+        tokens = self.shape.tokens
+        rows = ROWS if tokens <= ROWS // 2 else tokens
+        scales = dense(f"{name}_scales", (tokens, width // 128), dtypes.f32)
+        return Codes(
+            dense(f"{name}_codes", (rows, width), dtypes.e4m3),
+            scales,
+            squares,
+            self.model.config.rms_norm_eps,
+        )
+
+    def _few_rows(self, stream: Stream, of_x: Codes) -> tuple[tuple[Step, ...], Stream]:
         """`steps` by launches that hand each other codes; a norm's 1 / rms is applied by the product behind it."""
         x, qkv, attended, inner = stream.x, *(self.buffer[name] for name in ("qkv", "attended", "inner"))
         wqkv, wo, wgu, wd = (self._matrix(*names) for names in _MATRICES)
-        tokens, eps = x.shape[0], self.model.config.rms_norm_eps
-        has_two_parts = tokens <= ROWS // 2
-
-        def codes(name: str, width: int, squares: Operand | None = None) -> Codes:
-            scales = dense(f"{name}_scales", (tokens, width // 128), dtypes.f32)
-            rows = ROWS if has_two_parts else tokens
-            return Codes(dense(f"{name}_codes", (rows, width), dtypes.e4m3), scales, squares, eps)
 
         def product(x: Codes, weight: Weight, **options: Any) -> tuple[Step, ...]:
             assert weight.scales is not None
             return plan_few_rows_fp8(x, weight.w, weight.scales, self.device, bias=weight.bias, **options)
 
-        of_x = codes("x", x.shape[1], dense("squares", (tokens, x.shape[1] // 128), dtypes.f32))
-        of_attended, of_inner = codes("inner", attended.shape[1]), codes("inner", inner.shape[1])
-        norm1, gamma = self._norm("norm1"), self._norm("norm2").gamma
-        if stream.codes is None and has_two_parts:
-            steps = self.products.project(stream, norm1, wqkv, qkv, in_16_bits=True) + self._append(qkv)
+        of_attended, of_inner = self._codes("inner", attended.shape[1]), self._codes("inner", inner.shape[1])
+        gamma = self._norm("norm2").gamma
+        if self.model.kv_codes:
+            steps = product(of_x, wqkv, y=qkv) + self._append(qkv)
         else:
-            first, steps = stream.codes or of_x._replace(squares=None), ()
-            if stream.codes is None:
-                steps = self.products.quantised(stream, norm1, first[:2])
-            if self.model.kv_codes:
-                steps += product(first, wqkv, y=qkv) + self._append(qkv)
-            else:
-                steps += product(first, wqkv, y=qkv, heads=self._heads())
+            steps = product(of_x, wqkv, y=qkv, heads=self._heads())
         steps += self._attention(qkv, attended, of_attended)
         steps += product(of_attended, wo, y=x, to=of_x, gamma=gamma)
         steps += product(of_x, wgu, to=of_inner, activation=self.model.config.activation)
         steps += product(of_inner, wd, y=x, to=of_x, gamma=replace(gamma, slot=NEXT_GAMMA))
-        return steps, replace(stream, codes=of_x)
+        return steps, stream
 
     def _planned(self, plan: Plan) -> tuple[Step, ...]:
         for slot, nbytes in plan.workspace:

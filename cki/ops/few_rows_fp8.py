@@ -22,7 +22,8 @@ from cki.operand import Operand, dense
 from cki.ops.linear_hopper import row_obstacles, tensor_map
 from cki.plan import ArgumentValue, NullPointer, Step
 
-_ARCH = "sm_90a"
+#: Where it runs.
+ARCH = "sm_90a"
 _PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4 + "P" * 7 + "q" * 7 + "i" * 4 + "f"
 _MODES = {"project": 0, "gates": 1, "stream": 2, "heads": 3}
 #: Stages that a block has not asked for when the launch behind may begin (an H200).
@@ -119,11 +120,11 @@ def plan_few_rows_fp8(
     mode = "gates" if y is None else "heads" if heads else "project" if to is None else "stream"
     rows, depth, columns = x.scales.shape[0], x.codes.shape[1], w.shape[0] // (2 if y is None else 1)
     two_parts = x.has_two_parts
-    obstacles = [] if device.arch == _ARCH else [f"it needs {_ARCH}, the device is {device.arch}"]
+    obstacles = [] if device.arch == ARCH else [f"it needs {ARCH}, the device is {device.arch}"]
     if columns % (BLOCK if to else 2):
         obstacles.append(f"{columns} columns are no whole blocks of {BLOCK}")
-    if x.squares is not None and depth % BLOCK:
-        obstacles.append(f"{depth} are no whole blocks of {BLOCK}")
+    if x.squares is not None and (depth % BLOCK or rows > ROWS):
+        obstacles.append(f"a norm of {rows} rows of {depth}, not of up to {ROWS} of whole blocks of {BLOCK}")
     if heads is not None:
         obstacles += heads.obstacles(columns)
     if any(t is not None and t.dtype != dtypes.bf16 for t in (y, bias, gamma)):
@@ -178,14 +179,15 @@ def _stage_bytes(mode: str, rows_x: int) -> int:
 
 
 def _fixed_bytes(mode: str, split: int, one_tile: bool) -> int:
-    """Of what blocks or consumers tell each other."""
-    if split > 1:
-        return (split - 1) * 4 * 4096
-    return 0 if one_tile or mode == "project" else 8 * 4096
+    """Of factors of rows, and what blocks or consumers tell each other."""
+    slabs = 0 if one_tile or mode == "project" else 8 * 4096
+    return 4 * ROWS + ((split - 1) * 4 * 4096 if split > 1 else slabs)
 
 
 def _shared_memory(mode: str, split: int, rows_x: int, one_tile: bool) -> int:
-    return _stages(mode, split, rows_x, one_tile) * _stage_bytes(mode, rows_x) + _fixed_bytes(mode, split, one_tile)
+    return _stages(mode, split, rows_x, one_tile) * _stage_bytes(mode, rows_x) + _fixed_bytes(
+        mode, split, one_tile
+    )
 
 
 def few_rows_kernel(
@@ -201,15 +203,19 @@ def few_rows_kernel(
     left: int = 4,
     one_tile: bool = True,
 ) -> KernelSpec:
-    """The kernel of one configuration.  norm: x has squares.  rows_x: of its codes that are brought."""
+    """The kernel of one configuration.
+
+    norm: x has squares.  rows_x: of its codes that are brought.  left: see `_LEFT`.  one_tile: a block has one at most.
+    """
+    stages = _stages(mode, split, rows_x, one_tile)
     producer, consumer = _REGISTER_SHARES
     block_size = 0 if heads is None else heads.caches[0].shape[1]
     is_power = block_size > 0 and block_size & (block_size - 1) == 0
     return kernel_spec(
-        "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
-        kStages=_stages(mode, split, rows_x, one_tile), kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
-        kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation],
-        kSharedBytes=_shared_memory(mode, split, rows_x, one_tile), kProducerRegisters=producer, kConsumerRegisters=consumer,
+        "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(ARCH,), max_registers=LAUNCH_REGISTERS,
+        kStages=stages, kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x, kRowFactors=norm,
+        kHasBias=bias, kActivation=ACTIVATIONS[activation], kProducerRegisters=producer, kConsumerRegisters=consumer,
+        kSharedBytes=_shared_memory(mode, split, rows_x, one_tile),
         kNormHeads=heads is not None and heads.norms is not None,
         kBlockShift=block_size.bit_length() - 1 if is_power else -1, kLeft=left,
         kOneTile=one_tile,
@@ -224,10 +230,12 @@ def representative_specs() -> list[KernelSpec]:
     normed = heads._replace(norms=(dense("gamma", (BLOCK,), dtypes.bf16),) * 2)
     return [
         few_rows_kernel("heads", 2, norm=True, heads=normed),
-        few_rows_kernel("heads", norm=True, bias=True, heads=heads),
+        few_rows_kernel("heads", norm=True, bias=True, heads=heads, one_tile=False),
         few_rows_kernel("heads", 2, two_parts=True, rows_x=16, norm=True, heads=normed),
-        few_rows_kernel("gates", norm=True, activation="silu"), few_rows_kernel("gates", activation="gelu_tanh", one_tile=False),
-        few_rows_kernel("stream", 2), few_rows_kernel("stream"), few_rows_kernel("project", 2, norm=True, bias=True),
-        few_rows_kernel("project", norm=True), few_rows_kernel("gates", two_parts=True, norm=True, activation="silu"),
-        few_rows_kernel("stream", 2, two_parts=True, rows_x=16), few_rows_kernel("project", two_parts=True, norm=True),
+        few_rows_kernel("gates", norm=True, activation="silu"),
+        few_rows_kernel("gates", activation="gelu_tanh", one_tile=False),
+        few_rows_kernel("gates", two_parts=True, norm=True, activation="silu"),
+        few_rows_kernel("stream", 3), few_rows_kernel("stream", 2), few_rows_kernel("stream", one_tile=False),
+        few_rows_kernel("stream", 3, two_parts=True, rows_x=16), few_rows_kernel("project", norm=True),
+        few_rows_kernel("project", 2, norm=True, bias=True), few_rows_kernel("project", two_parts=True, norm=True),
     ]  # fmt: skip

@@ -12,6 +12,7 @@ from cki.device import sim_device
 from cki.errors import UnsupportedError
 from cki.operand import dense
 from cki.ops.call import call
+from cki.ops.embed_codes import plan_embed_codes
 from cki.ops.few_rows_fp8 import Codes, Heads, plan_few_rows_fp8
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec
 from cki.plan import Plan
@@ -170,7 +171,7 @@ def test_project(hopper, rows, depth, columns, split, parts):  # noqa: F811
     ("rows", "depth", "split", "sm_count", "parts", "norm", "block_size"),
     [
         (40, 384, 2, 132, 1, True, 16), (19, 256, 2, 132, 2, True, 5), (9, 256, 1, 3, 2, False, 16),
-        (70, 128, 1, 3, 1, True, 16),
+        (64, 128, 1, 3, 1, True, 16),
     ],
 )  # fmt: skip
 def test_heads(hopper, rows, depth, split, sm_count, parts, norm, block_size):  # noqa: F811
@@ -226,6 +227,41 @@ def heads_operation(sm_count, split):
         attributes=(), outputs=("out",), check=lambda problem: None, plan=plan,
         infer=lambda problem: {"out": OutputSpec((problem["x_scale"].shape[0], 512), dtypes.bf16)},
     )  # fmt: skip
+
+
+# Tokens outside the table; columns that are no whole blocks of four warps; W8A8 and two parts.
+@pytest.mark.parametrize(("rows", "columns", "parts"), [(40, 640, 1), (32, 256, 2)])
+def test_embed_codes(hopper, rows, columns, parts):  # noqa: F811
+    table, gamma = normal((50, columns + 4), BF16, 1)[:, :columns], normal((columns,), BF16, 2)
+    tokens = np.random.default_rng(3).integers(0, 50, rows).astype(np.int32)
+    tokens[-2:] = -1, 50
+
+    def plan(problem, outputs, device):
+        to = Codes(*(outputs[name] for name in ("out", "scale_out", "squares_out")))
+        x = outputs["x_out"]
+        return Plan(plan_embed_codes(problem["tokens"], problem["table"], problem["gamma"], x, to, device))
+
+    groups = (rows, columns // 128)
+    outputs = {
+        "out": OutputSpec((64 if parts == 2 else rows, columns), dtypes.u8),
+        "scale_out": OutputSpec(groups, dtypes.f32),
+        "squares_out": OutputSpec(groups, dtypes.f32), "x_out": OutputSpec((rows, columns), dtypes.bf16),
+    }  # fmt: skip
+    operation = OpSpec(
+        name=f"embed_codes_{rows}", inputs=tuple(map(Input, ("tokens", "table", "gamma"))), attributes=(),
+        outputs=tuple(outputs), check=lambda problem: None, infer=lambda problem: outputs, plan=plan,
+    )  # fmt: skip
+    with every_check(hopper, 0):
+        found = call(operation, tuple(map(hopper.array, (tokens, table, gamma))), (), (None,) * 4)
+    got, scale, squares, x = map(hopper.numpy, found)
+    truth = np.where(((tokens >= 0) & (tokens < 50))[:, None], table[tokens % 50].astype(np.float64), 0.0)
+    np.testing.assert_array_equal(x.astype(np.float64), truth)
+    np.testing.assert_allclose(squares, (truth**2).reshape(rows, -1, 128).sum(-1), rtol=1e-5)
+    check_codes(
+        got[: rows - 2 if parts == 1 else 64], scale[:-2], (truth * gamma.astype(np.float64))[:-2], parts
+    )
+    places = np.arange(rows) if parts == 1 else first_parts(rows)
+    assert not (got[places[-2:]] & 127).any()  # zeros of either sign
 
 
 def test_what_it_does_not_take():

@@ -8,8 +8,7 @@
 //   kHeads   y, of queries, and a cache's keys and values: heads of p + bias, normalised and rotated          (head_end.cuh)
 //   kStream  y = y + p rounded; codes of y * gamma, and the sums of y's squares over 128 columns: what kRowFactors then reads
 //
-//   scale[m, n / 128] = the largest |value| of 128 neighbours / 448, code = e4m3(value / scale)            (e4m3_codes.cuh)
-//   or, kTwoParts, a power of two, and codes of two parts
+// Codes and scales: code_rows.cuh.
 //
 // Why beside linear_fp8.cu. Of few rows w's bytes are the time, and a launch between two products costs as much as 10 MB of
 //          them. Quantisation does not see a factor of a row, so a norm's can wait for the sums.
@@ -24,8 +23,6 @@
 //   kHasBias, kActivation, kLeft (stages not asked for when the next launch may begin), kOneTile (a block has one tile at most), kNormHeads, kBlockShift (of a cache's block size, or -1), kSharedBytes, kProducerRegisters, kConsumerRegisters.
 // kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
-#include "common/e4m3_codes.cuh"
-#include "common/e4m3_parts.cuh"
 #include "common/reduce.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
@@ -33,6 +30,7 @@
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
+#include "gemm/hopper/code_rows.cuh"
 #include "gemm/hopper/head_end.cuh"
 #include "gemm/hopper/row_slabs.cuh"
 #include "gemm/hopper/stage_scales.cuh"
@@ -74,13 +72,13 @@ constexpr bool kSlabsInRing = kSplit == 1 && kOneTile;  // which nobody fills ag
 constexpr int kSlabBytes = kPlain || kSlabsInRing || kSplit > 1 ? 0 : Pushed::kOwned * Slabs::kStride;
 constexpr int kPushedAt = kStages * kStageBytes;  // other blocks' sums, and in their place, when they have been added, slabs
 constexpr int kScalesAt = kPushedAt + Pushed::kBytes + kSlabBytes;
-constexpr int kRingAt = kScalesAt + kStages * Scales::kStage * 4;
+constexpr int kFactorsAt = kScalesAt + kStages * Scales::kStage * 4;
+constexpr int kRingAt = kFactorsAt + (kRowFactors ? kRows * 4 : 0);
 static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the planner allows for");
 static_assert(!kSlabsInRing || Pushed::kOwned * Slabs::kStride <= kPushedAt, "slabs lie in the ring");
 
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
-constexpr bool kAwaitsWithX = !kGates || kTwoParts;  // gates of 64 rows have no registers for that
 using HeadInputs = gemm::HeadInputs<kWarpRows, Pushed::kOwned, kNormHeads>;
 
 // Dense rows: y and codes of `columns`, scales and squares of one in 128.
@@ -108,31 +106,19 @@ __device__ __forceinline__ void start_products(Part& part, Ring& ring, u64 x_at,
   ring.advance();
 }
 
-// Where a row's first part lies; the second eight rows below.
-__device__ __forceinline__ i64 row_of_part(int row) { return row / 8 * 16 + row % 8; }
-
-// 1 / rms of a row, by the four lanes that have it: asked for first, and awaited with x.
-struct RowFactor {
-  static constexpr int kAsked = 8;
-  float first[kAsked];
-
-  __device__ __forceinline__ void load(const float* squares, int row, int groups) {
+// One warp: 1 / rms of each row, for the tiles' ends. A lane has two rows.
+__device__ __forceinline__ void find_row_factors(float* factors, const float* squares, int rows, int groups, float epsilon) {
 #pragma unroll
-    for (int j = 0; j < kAsked; ++j) {
-      const int i = static_cast<int>(threadIdx.x) % 4 + j * 4;
-      first[j] = i < groups ? squares[static_cast<i64>(row) * groups + i] : 0.0f;
-    }
-  }
-  __device__ __forceinline__ float get(const float* squares, int row, int groups, float epsilon) {
-    ptx::wgmma_fence_registers(first);  // not before
+  for (int i = 0; i < kRows / 32; ++i) {
+    const int row = static_cast<int>(threadIdx.x) % 32 + i * 32;
     float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kAsked; ++j) sum += first[j];
-#pragma unroll 1
-    for (int i = gemm::opaque_lane() % 4 + kAsked * 4; i < groups; i += 4) sum += squares[static_cast<i64>(row) * groups + i];
-    return rsqrtf(warp_sum<4>(sum) / static_cast<float>(groups * kScaledDepth) + epsilon);
+    if (row < rows) {
+#pragma unroll 8
+      for (int n = 0; n < groups; ++n) sum += squares[static_cast<i64>(row) * groups + n];
+    }
+    factors[row] = rsqrtf(sum / static_cast<float>(groups * kScaledDepth) + epsilon);
   }
-};
+}
 
 // Pair j of a thread's sums in one of its rows.
 __device__ __forceinline__ float2 pair_of(const float (&sum)[kGroupColumns / 2], int j, int half) {
@@ -182,33 +168,6 @@ struct StreamInputs {
   }
 };
 
-// Codes of rows, four neighbours a lane, and their scales.
-__device__ __forceinline__ void write_codes(int lane, const float (&values)[kTogether][4], int first_row, int group, const Output& out) {
-#pragma unroll
-  for (int n = 0; n < kTogether; ++n) {
-    const int row = first_row + n * Pushed::kOwned;
-    const float largest = warp_max(largest_finite(0.0f, values[n]));
-    const i64 at = group * kColumns + lane * 4;
-    float scale;
-    if constexpr (kTwoParts) {
-      float up;
-      power_of(largest, up, scale);
-      u16 high[2], low[2];
-      split_pair(values[n][0] * up, values[n][1] * up, high[0], low[0]);
-      split_pair(values[n][2] * up, values[n][3] * up, high[1], low[1]);
-      u8* to = out.codes + row_of_part(row) * out.columns + at;
-      if (row < out.rows) {
-        *reinterpret_cast<u32*>(to) = high[0] | static_cast<u32>(high[1]) << 16;
-        *reinterpret_cast<u32*>(to + 8 * static_cast<i64>(out.columns)) = low[0] | static_cast<u32>(low[1]) << 16;
-      }
-    } else {
-      scale = e4m3_scale(largest);
-      if (row < out.rows) store_e4m3<4>(out.codes + row * static_cast<i64>(out.columns) + at, values[n], inverse_of_scale(scale));
-    }
-    if (row < out.rows && lane == 0) out.scale[row * static_cast<i64>(out.columns / kColumns) + group] = scale;
-  }
-}
-
 // y + p of rows `from` on of a warp's: y, and values that become codes, of y times gamma.
 __device__ __forceinline__ void add_to_stream(int lane, float (&values)[kTogether][4], const StreamInputs& inputs, int from,
                                               int first_row, int group, const Output& out) {
@@ -249,7 +208,12 @@ __device__ __forceinline__ void end_rows(int lane, const Slabs& slabs, const Str
       inputs.finish<kTogether, kBlockShift>(lane, values, heads, group, from, first_row, out.rows);
     } else {
       if constexpr (kStream) add_to_stream(lane, values, stream, from, row, group, out);
-      write_codes(lane, values, row, group, out);
+      const gemm::CodeRows<kTwoParts> codes{out.codes, out.scale, out.columns};
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const int at = row + n * Pushed::kOwned;
+        codes.write(lane, values[n], at, group, at < out.rows);
+      }
     }
   }
 }
@@ -271,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int first_k = all_k_tiles * rank / kSplit, k_tiles = all_k_tiles * (rank + 1) / kSplit - first_k;
   Ring ring(smem + kRingAt);
   float* const scales = reinterpret_cast<float*>(smem + kScalesAt);
+  [[maybe_unused]] float* const row_factors = reinterpret_cast<float*>(smem + kFactorsAt);  // of all tiles: of up to kRows rows
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
@@ -291,6 +256,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             .copy(scales, ring, rows - row, k_tiles);
       }
       Scales::drain(ring);
+    }
+    if (kRowFactors && threadIdx.x / 32 == 2) {
+      ptx::griddepcontrol_wait();
+      find_row_factors(row_factors, squares_of_x, rows, all_k_tiles, epsilon);
+      ptx::bar_arrive(2, 32 * (Pushed::kOwned + 1));
     }
     if (threadIdx.x >= 32) {
       if constexpr (kSplit > 1) Pushed::pass_by();
@@ -350,19 +320,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
   for (int tile = block; tile < tiles; tile += blocks) {
     const int tile_row = tile % tiles_m * kOwnRows, first_row = tile_row + own_row, group = tile / tiles_m;
-    float row_factors[kHalves];
-    [[maybe_unused]] RowFactor row_factor[kHalves];
-    const auto row_of = [&](int half) { return min(first_row + half * 8, rows - 1); };
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      row_factors[half] = 1.0f;
-      if (!finishes) continue;
-      const int row = row_of(half);
-      if constexpr (kRowFactors) {
-        row_factor[half].load(squares_of_x, row, all_k_tiles);
-        if (!kAwaitsWithX) row_factors[half] = row_factor[half].get(squares_of_x, row, all_k_tiles, epsilon);
-      }
-    }
     StreamInputs stream;
     HeadInputs inputs;
     if (finishes) {
@@ -393,14 +350,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     int k = 0;
-    if constexpr (kRowFactors && kAwaitsWithX) {
-      ring.wait_full();  // by then squares are there, too
-      if (finishes) {
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half)
-          row_factors[half] = row_factor[half].get(squares_of_x, row_of(half), all_k_tiles, epsilon);
-      }
-    }
     start_products(even, ring, x_at, w_at);
 #pragma unroll 1
     for (; k + 2 < k_tiles; k += 2) {
@@ -431,9 +380,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if constexpr (kSplit > 1) Pushed{smem + kPushedAt}.exchange(sum, share, rank);
     if (!finishes) continue;
+    float own_factors[kHalves];
+    if constexpr (kRowFactors) {
+      if (tile == block) ptx::bar_sync(2, 32 * (Pushed::kOwned + 1));
+    }
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) own_factors[half] = kRowFactors ? row_factors[own_row + half * 8] : 1.0f;
     if constexpr (kPlain) {
       const int column = group * kColumns + consumer * kGroupColumns + lane % 4 * 2;
-      for_each_pair(sum, row_factors, column, out, [&](int half, int j, float2 value) {
+      for_each_pair(sum, own_factors, column, out, [&](int half, int j, float2 value) {
         const int row = first_row + half * 8, at = column + j * 8;
         if (row < rows && at < columns)
           *reinterpret_cast<u32*>(y + static_cast<i64>(row) * columns + at) = pack_pair<bf16>(value.x, value.y);
@@ -443,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kSlabsInRing) meet();  // nobody reads a stage any more
       __syncwarp();  // nor another lane's part of the sums
       const int thread = gemm::opaque_thread(), number = number_of(thread), at = thread % 32;
-      for_each_pair(sum, row_factors, group * kColumns + (thread / 128 - 1) * kGroupColumns + at % 4 * 2, out,
+      for_each_pair(sum, own_factors, group * kColumns + (thread / 128 - 1) * kGroupColumns + at % 4 * 2, out,
                     [&](int half, int j, float2 value) { slabs.put(at, number, at / 4 + half * 8, j, value); });
       meet();
       end_rows(at, slabs, stream, inputs, heads, number, tile_row + rank * kFinishedRows + number, group, out);
