@@ -19,9 +19,12 @@
 // Sums, scales, ring, parts of K: as there. All of w is read before the launch before has ended; that must not write it.
 //
 // columns is a multiple of 128 (kPlain: of 2). Rows of y, codes, scales and squares are dense, gamma and bias too.
-// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1 to 3), kMode (0 to 3), kTwoParts, kRowsX, kRowFactors,
-//   kHasBias, kActivation, kLeft (stages not asked for when the next launch may begin), kOneTile (a block has one tile at most), kNormHeads, kBlockShift (of a cache's block size, or -1), kSharedBytes, kProducerRegisters, kConsumerRegisters.
-// kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
+// kRowFactors: up to 64 rows. kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. kLeft:
+//   stages that are not asked for yet when the next launch may begin. kOneTile: no block has two. kBlockShift: of a cache's block
+//   size, -1 if that is no power of two.
+// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1 to 3), kMode (0 to 3), kTwoParts, kRowsX,
+//   kRowFactors, kHasBias, kActivation, kLeft, kOneTile, kNormHeads, kBlockShift, kSharedBytes, kProducerRegisters,
+//   kConsumerRegisters. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/stage_ring.cuh"
@@ -52,10 +55,10 @@ constexpr bool kHeads = static_cast<Mode>(kMode) == Mode::kHeads, kPlain = stati
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kRows = 64, kColumns = 128;  // of a tile
-constexpr int kHalves = kTwoParts ? 1 : 2;      // rows of a thread, eight apart
-constexpr int kOwnRows = 32 * kHalves;          // of a tile, that have a scale
+constexpr int kHalves = kTwoParts ? 1 : 2;  // rows of a thread, eight apart
+constexpr int kOwnRows = 32 * kHalves;      // of a tile, that have a scale
 constexpr int kGroupColumns = kColumns / kConsumers;
-constexpr int kPairs = kGroupColumns / 8;  // of neighbouring columns, a thread's of one row
+constexpr int kPairs = kGroupColumns / 8;   // of neighbouring columns, a thread's of one row
 constexpr int kScaledDepth = 128, kStepDepth = 32;
 constexpr int kWeights = kGates ? 2 : 1;  // gates', ups'
 constexpr int kBytesX = kRowsX * gemm::kSpan, kBytesW = kColumns * gemm::kSpan;
@@ -257,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       Scales::drain(ring);
     }
-    if (kRowFactors && threadIdx.x / 32 == 2) {
+    if (kRowFactors && rank < kOwners && threadIdx.x / 32 == 2) {
       ptx::griddepcontrol_wait();
       find_row_factors(row_factors, squares_of_x, rows, all_k_tiles, epsilon);
       ptx::bar_arrive(2, 32 * (Pushed::kOwned + 1));
