@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 #: The roles of a layer's matrices and their biases.
 _MATRICES = (("wqkv", "bqkv"), ("wo", "bo"), ("wgu", "bgu"), ("wd", "bd"))
-#: Sequences from which on that is better than `linear_decode` (an H200).
-_LEAST_TOKENS = 4
 #: Stands for the gamma of the norm behind a layer.
 NEXT_GAMMA = "next_norm"
 
@@ -84,12 +82,11 @@ class LayerPlanner:
 
     def _takes_few_rows(self, x: Operand) -> bool:
         """Whether a layer's products are those of `few_rows_fp8`: of a decode step, of whole blocks of 128."""
-        c, way = self.model.config, self.model.way
+        c = self.model.config
         weights = [self._matrix(*names) for names in _MATRICES]
         widths = x.shape[1], *(self.buffer[name].shape[1] for name in ("qkv", "attended", "inner"))
-        least = 1 if way == "codes" else _LEAST_TOKENS
         return (
-            self.shape.decode and way in (None, "codes") and least <= x.shape[0] <= ROWS
+            self.shape.decode and self.model.way is None and x.shape[0] <= ROWS
             and self.device.arch == "sm_90a" and x.dtype == dtypes.bf16 and self.model.merge_inside
             and c.activation in ACTIVATIONS and c.head_dim == 128 and not any(width % 128 for width in widths)
             and all(w.scales is not None for w in weights) and not any(w.bias for w in weights[1:])

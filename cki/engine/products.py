@@ -39,8 +39,8 @@ _HOPPER = ("sm_90a",)
 _DECODE_TOKENS = 8
 
 
-#: How products of few tokens are launched: see `Products`; "codes": by `few_rows_fp8`, whatever their number.
-Way = Literal["plain", "decode", "codes"]
+#: How products of few tokens are launched: see `Products`.
+Way = Literal["plain", "decode"]
 
 
 class Weight(NamedTuple):

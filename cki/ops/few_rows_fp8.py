@@ -73,9 +73,9 @@ class Heads(NamedTuple):
     norms: tuple[Operand, Operand] | None = None
     eps: float = 0.0
 
-    def obstacles(self, columns: int) -> list[str]:
-        """Every reason why a product of so many columns does not end so."""
-        found = []
+    def obstacles(self, rows: int, columns: int) -> list[str]:
+        """Every reason why a product of so many rows and columns does not end so."""
+        found = [] if rows <= ROWS else [f"{rows} rows of heads, not up to {ROWS}"]
         for cache in self.caches:
             if (
                 cache.dtype != dtypes.bf16
@@ -126,7 +126,7 @@ def plan_few_rows_fp8(
     if x.squares is not None and (depth % BLOCK or rows > ROWS):
         obstacles.append(f"a norm of {rows} rows of {depth}, not of up to {ROWS} of whole blocks of {BLOCK}")
     if heads is not None:
-        obstacles += heads.obstacles(columns)
+        obstacles += heads.obstacles(rows, columns)
     if any(t is not None and t.dtype != dtypes.bf16 for t in (y, bias, gamma)):
         obstacles.append("y, bias and gamma are not bf16")
     if two_parts and (rows > ROWS // 2 or x.codes.shape[0] != ROWS):
@@ -163,31 +163,24 @@ def plan_few_rows_fp8(
             rows, columns, depth, x.eps, *x.scales.strides, *w_scale.strides,
             *(_NO_HEADS if heads is None else heads.arguments(columns)),
         ),
-        smem=_shared_memory(mode, split, rows_x, one_tile), cluster=(split, 1, 1), programmatic=True,
+        smem=_memory(mode, split, rows_x, one_tile, two_parts)[1], cluster=(split, 1, 1), programmatic=True,
         reason=f"{rows} x {depth} by {w.shape[0]}, {mode}: e4m3 wgmma and TMA, {tiles} tiles, K in {split} parts",
     ),)  # fmt: skip
 
 
-def _stages(mode: str, split: int, rows_x: int, one_tile: bool) -> int:
-    """Of the ring: as many as fit."""
-    return (_SHARED_BYTES - _fixed_bytes(mode, split, one_tile)) // _stage_bytes(mode, rows_x)
-
-
-def _stage_bytes(mode: str, rows_x: int) -> int:
-    """Of codes, their scales, barriers."""
-    return (rows_x + (2 if mode == "gates" else 1) * BLOCK) * BLOCK + (ROWS + 4) * 4 + 16
-
-
-def _fixed_bytes(mode: str, split: int, one_tile: bool) -> int:
-    """Of factors of rows, and what blocks or consumers tell each other."""
-    slabs = 0 if one_tile or mode == "project" else 8 * 4096
-    return 4 * ROWS + ((split - 1) * 4 * 4096 if split > 1 else slabs)
-
-
-def _shared_memory(mode: str, split: int, rows_x: int, one_tile: bool) -> int:
-    return _stages(mode, split, rows_x, one_tile) * _stage_bytes(mode, rows_x) + _fixed_bytes(
-        mode, split, one_tile
+def _memory(mode: str, split: int, rows_x: int, one_tile: bool, two_parts: bool) -> tuple[int, int]:
+    """(stages of the ring: as many as fit, bytes of shared memory)."""
+    stage = (
+        (rows_x + (2 if mode == "gates" else 1) * BLOCK) * BLOCK + (ROWS + 4) * 4 + 16
+    )  # codes, scales, barriers
+    # Sums of other blocks, or by rows; what heads read; factors of rows, and barriers of sums.
+    sums = (
+        (split - 1) * 4 * 4096 if split > 1 else 0 if one_tile else (2 if mode == "gates" else 1) * 8 * 4096
     )
+    heads = ROWS // (2 if two_parts else 1) // min(split, 2) * (4 * BLOCK + 8) if mode == "heads" else 0
+    fixed = sums + heads + 4 * ROWS + 4 * 8
+    stages = (_SHARED_BYTES - fixed) // stage
+    return stages, fixed + stages * stage
 
 
 def few_rows_kernel(
@@ -207,7 +200,7 @@ def few_rows_kernel(
 
     norm: x has squares.  rows_x: of its codes that are brought.  left: see `_LEFT`.  one_tile: a block has one at most.
     """
-    stages = _stages(mode, split, rows_x, one_tile)
+    stages, shared = _memory(mode, split, rows_x, one_tile, two_parts)
     producer, consumer = _REGISTER_SHARES
     block_size = 0 if heads is None else heads.caches[0].shape[1]
     is_power = block_size > 0 and block_size & (block_size - 1) == 0
@@ -215,7 +208,7 @@ def few_rows_kernel(
         "gemm/hopper/few_rows_fp8.cu", "few_rows_fp8", _PARAMS, archs=(ARCH,), max_registers=LAUNCH_REGISTERS,
         kStages=stages, kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x, kRowFactors=norm,
         kHasBias=bias, kActivation=ACTIVATIONS[activation], kProducerRegisters=producer, kConsumerRegisters=consumer,
-        kSharedBytes=_shared_memory(mode, split, rows_x, one_tile),
+        kSharedBytes=shared,
         kNormHeads=heads is not None and heads.norms is not None,
         kBlockShift=block_size.bit_length() - 1 if is_power else -1, kLeft=left,
         kOneTile=one_tile,

@@ -1,8 +1,8 @@
 // The sum of a tile whose K is split over the blocks of a cluster.
 //
-// Each of kOwners blocks, the first, finishes as many of the warps' parts of the tile. The same warps of the other blocks store
-// their sums, as the accumulators of each lane in pieces of 16 bytes, into its shared memory: where warps that finish nothing
-// there have their buffers, or, kCompact, into memory that is for nothing else. Nobody waits for a store before the one barrier, nor reads from afar. (Sums in both blocks' memory, which
+// Each block finishes as many of the warps' parts of the tile. The same warps of the other blocks store their sums, as the
+// accumulators of each lane in pieces of 16 bytes, into its shared memory, where warps that finish nothing there have
+// their buffers. Nobody waits for a store before the one barrier, nor reads from afar. (Sums in both blocks' memory, which
 // the cluster's warps then read and added, cost 0.6 us more.) The owner adds them in the order of K to its own: the same
 // bits in every run.
 #pragma once
@@ -13,13 +13,12 @@
 
 namespace cki::gemm {
 
-template <int kRowTiles, int kCount, int kWarps, int kBlocks, int kOwners = kBlocks, bool kCompact = false>
+template <int kRowTiles, int kCount, int kWarps, int kBlocks>
 struct PushedSum {
-  static constexpr int kOwned = kWarps / kOwners;  // warps that finish, of an owner
+  static constexpr int kOwned = kWarps / kBlocks;  // warps that finish, of a block
   static constexpr int kPieces = kRowTiles * kCount / 4;
   static constexpr int kStride = kOutputBuffers * kWarpSlabBytes;  // of a warp's buffers
-  static constexpr bool kFits = kOwned * kOwners == kWarps && kPieces * 32 * 16 <= kStride && (kCompact || kOwners == kBlocks);
-  static constexpr int kBytes = (kBlocks - (kCompact ? 1 : 0)) * kOwned * kStride;  // of memory
+  static constexpr bool kFits = kOwned * kBlocks == kWarps && kPieces * 32 * 16 <= kStride;
 
   unsigned char* memory;  // the buffers, at the same place in all blocks
 
@@ -44,8 +43,7 @@ struct PushedSum {
  private:
   // Where a lane's pieces of a warp's part lie, when they come from block `rank`.
   __device__ __forceinline__ unsigned char* pieces_of(int warp, int rank) const {
-    const int place = kCompact && rank > owner_of(warp) ? rank - 1 : rank;
-    return memory + (place * kOwned + warp % kOwned) * kStride + static_cast<int>(threadIdx.x) % 32 * 16;
+    return memory + (rank * kOwned + warp % kOwned) * kStride + static_cast<int>(threadIdx.x) % 32 * 16;
   }
 
   // To the warp's owner. rank: of this block, which is another.

@@ -32,10 +32,10 @@
 #include "common/vec.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
-#include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/code_rows.cuh"
 #include "gemm/hopper/head_end.cuh"
 #include "gemm/hopper/row_slabs.cuh"
+#include "gemm/hopper/sent_sum.cuh"
 #include "gemm/hopper/stage_scales.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/barrier.cuh"
@@ -64,25 +64,30 @@ constexpr int kWeights = kGates ? 2 : 1;  // gates', ups'
 constexpr int kBytesX = kRowsX * gemm::kSpan, kBytesW = kColumns * gemm::kSpan;
 constexpr int kStageBytes = kBytesX + kWeights * kBytesW;
 using Scales = gemm::StageScales<kRows, kOwnRows, kWeights>;
-constexpr int kOwners = kSplit == 1 ? 1 : 2;
-using Pushed = gemm::PushedSum<kWeights, kGroupColumns / 2, 4 * kConsumers, kSplit, kOwners, true>;
-static_assert(kSplit == 1 || (Pushed::kFits && !kGates), "two blocks finish a half of the tile each");
+using Sent = gemm::SentSum<kGroupColumns / 2, 4 * kConsumers, kSplit>;
+static_assert(kSplit == 1 || !kGates, "gates' tiles are whole");
 // A tile ends by rows: of a block, of a warp, of which so many are computed together.
-constexpr int kFinishedRows = kOwnRows / kOwners, kWarpRows = kFinishedRows / Pushed::kOwned, kTogether = 4;
+constexpr int kFinishedRows = kOwnRows / Sent::kOwners, kTogether = 2;
 constexpr int kSlabRows = 8 * kHalves;
-using Slabs = gemm::RowSlabs<kSlabRows, kSplit == 1 ? kSlabRows * 256 : Pushed::kStride>;
+using Slabs = gemm::RowSlabs<kSlabRows, kSplit == 1 ? kSlabRows * 256 : Sent::kStride>;
+constexpr int kAllSlabBytes = Sent::kOwned * Slabs::kStride;  // of one weight
 constexpr bool kSlabsInRing = kSplit == 1 && kOneTile;  // which nobody fills again
-constexpr int kSlabBytes = kPlain || kSlabsInRing || kSplit > 1 ? 0 : Pushed::kOwned * Slabs::kStride;
-constexpr int kPushedAt = kStages * kStageBytes;  // other blocks' sums, and in their place, when they have been added, slabs
-constexpr int kScalesAt = kPushedAt + Pushed::kBytes + kSlabBytes;
-constexpr int kFactorsAt = kScalesAt + kStages * Scales::kStage * 4;
+constexpr int kSlabBytes = kSlabsInRing || kSplit > 1 ? 0 : kWeights * kAllSlabBytes;
+using HeadRows = gemm::HeadRows<kFinishedRows>;
+constexpr int kSentAt = kStages * kStageBytes;  // other blocks' sums, and in their place, when they have been added, slabs
+constexpr int kScalesAt = kSentAt + Sent::kBytes + kSlabBytes;
+constexpr int kHeadRowsAt = kScalesAt + kStages * Scales::kStage * 4;
+constexpr int kFactorsAt = kHeadRowsAt + (kHeads ? HeadRows::kBytes : 0);
 constexpr int kRingAt = kFactorsAt + (kRowFactors ? kRows * 4 : 0);
-static_assert(kRingAt + StageRing<kStages>::kBytes <= kSharedBytes, "what the planner allows for");
-static_assert(!kSlabsInRing || Pushed::kOwned * Slabs::kStride <= kPushedAt, "slabs lie in the ring");
+constexpr int kArrivedAt = kRingAt + StageRing<kStages>::kBytes;
+static_assert(kArrivedAt + Sent::kBarrierBytes <= kSharedBytes, "what the planner allows for");
+static_assert(!kSlabsInRing || kWeights * kAllSlabBytes <= kSentAt, "slabs lie in the ring");
+static_assert(!kStream || !kRowFactors, "sums begin with y");
+// Warps of a block that tell those that finish there what they have found, at barrier 2.
+constexpr int kFinding = (kRowFactors ? 1 : 0) + (kHeads ? 1 : 0), kToldThreads = 32 * (Sent::kOwned + kFinding);
 
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
-using HeadInputs = gemm::HeadInputs<kWarpRows, Pushed::kOwned, kNormHeads>;
 
 // Dense rows: y and codes of `columns`, scales and squares of one in 128.
 struct Output {
@@ -123,99 +128,98 @@ __device__ __forceinline__ void find_row_factors(float* factors, const float* sq
   }
 }
 
-// Pair j of a thread's sums in one of its rows.
-__device__ __forceinline__ float2 pair_of(const float (&sum)[kGroupColumns / 2], int j, int half) {
-  if constexpr (kTwoParts) return make_float2(sum[j * 4] + sum[j * 4 + 2], sum[j * 4 + 1] + sum[j * 4 + 3]);
-  return make_float2(sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
+// A thread's sums begin with y, whose columns are eight apart from `column` on.
+__device__ __forceinline__ void begin_with_y(Part& sum, const Output& out, int first_row, int column) {
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const i64 row = min(first_row + half * 8, out.rows - 1);
+    const bf16* from = out.y + row * out.columns + column;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) unpack_pair<bf16>(*reinterpret_cast<const u32*>(from + j * 8), sum[0][j * 4 + half * 2], sum[0][j * 4 + half * 2 + 1]);
+  }
 }
 
-// A thread's values of p: y, or what rows are made of.
-template <class Take>
-__device__ __forceinline__ void for_each_pair(const Part& sum, const float (&factors)[kHalves], int column, const Output& out,
-                                              const Take& take) {
+// A thread's sums of rows, to slabs.
+__device__ __forceinline__ void put_sums(const Part& sum, unsigned char* memory, int thread, int slab) {
+  const int lane = thread % 32;
 #pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    float bias[2] = {};
-    if constexpr (kHasBias) {
-      if (column + j * 8 < out.columns) unpack_pair<bf16>(*reinterpret_cast<const u32*>(out.bias + column + j * 8), bias[0], bias[1]);
+  for (int i = 0; i < kWeights; ++i) {
+    const Slabs slabs{memory + i * kAllSlabBytes};
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const float* s = sum[i] + j * 4;
+      if constexpr (kTwoParts) {
+        slabs.put(lane, slab, lane / 4, j, make_float2(s[0] + s[2], s[1] + s[3]));
+      } else {
+        slabs.put(lane, slab, lane / 4, j, make_float2(s[0], s[1]));
+        slabs.put(lane, slab, lane / 4 + 8, j, make_float2(s[2], s[3]));
+      }
     }
+  }
+}
+
+// Four neighbours of a vector of a tile's columns, from `column` on; zeros where it has none.
+__device__ __forceinline__ void load_columns(float (&values)[4], const bf16* from, int column, int columns) {
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      float2 value = pair_of(sum[0], j, half);
-      value.x = fmaf(value.x, factors[half], bias[0]);
-      value.y = fmaf(value.y, factors[half], bias[1]);
+  for (int e = 0; e < 4; e += 2) {
+    values[e] = values[e + 1] = 0.0f;
+    if (column + e < columns) unpack_pair<bf16>(*reinterpret_cast<const u32*>(from + column + e), values[e], values[e + 1]);
+  }
+}
+
+// y, which was rounded, of four columns; its squares' sum; and what becomes codes.
+__device__ __forceinline__ void end_stream(int lane, float (&values)[4], const float (&gamma)[4], int row, int group, bool stored,
+                                           const Output& out) {
+  Vector<bf16, 4> y;
+  y.from_floats(values);
+  if (stored) y.store(out.y + static_cast<i64>(row) * out.columns + group * kColumns + lane * 4);
+  y.to_floats(values);
+  float squares = 0.0f;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    squares = fmaf(values[e], values[e], squares);
+    values[e] *= gamma[e];
+  }
+  squares = warp_sum(squares);
+  if (stored && lane == 0) out.squares[static_cast<i64>(row) * (out.columns / kColumns) + group] = squares;
+}
+
+// A warp's rows of a tile whose sums lie in slabs. Few instructions, of which none comes twice: they are fetched while all memory is
+// busy with the next launch's weights. first_row: the block's. gamma, bias: of this lane's columns.
+__device__ __forceinline__ void end_rows(int lane, int number, unsigned char* memory, const float* factors, const HeadRows& found,
+                                         const gemm::HeadTensors& heads, const float (&gamma)[4], const float (&bias)[4],
+                                         int first_row, int group, const Output& out) {
+  const Slabs slabs{memory}, ups{memory + kAllSlabBytes};
+#pragma unroll 1
+  for (int at = number; at < kFinishedRows && first_row + at < out.rows; at += kTogether * Sent::kOwned) {
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      const int own = at + n * Sent::kOwned, row = first_row + own;
+      const bool stored = row < out.rows;
+      const float factor = kRowFactors ? factors[own] : 1.0f;
+      float values[4];
+      slabs.get(lane, own, values);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) values[e] = fmaf(values[e], factor, bias[e]);
       if constexpr (kGates) {
         constexpr auto kAct = static_cast<gemm::Activation>(kActivation);
-        const float2 up = pair_of(sum[kWeights - 1], j, half);
-        value.x = gemm::activate<kAct>(value.x) * (up.x * factors[half]);
-        value.y = gemm::activate<kAct>(value.y) * (up.y * factors[half]);
+        float up[4];
+        ups.get(lane, own, up);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values[e] = gemm::activate<kAct>(values[e]) * (up[e] * factor);
       }
-      take(half, j, value);
-    }
-  }
-}
-
-// What a warp needs of memory for its rows of a tile (kStream): y before, gamma.
-struct StreamInputs {
-  Vector<bf16, 4> before[kWarpRows], gamma;
-
-  __device__ __forceinline__ void load(const Output& out, int first_row, i64 column) {
-    if constexpr (kStream) {
-      gamma.load(out.gamma + column);
+      if constexpr (kStream) end_stream(lane, values, gamma, row, group, stored, out);
+      if constexpr (kHeads) {
+        gemm::finish_head<kNormHeads, kBlockShift>(lane, values, gamma, found, heads, group, own, row, stored);
+      } else if constexpr (kPlain) {
+        const int column = group * kColumns + lane * 4;
 #pragma unroll
-      for (int i = 0; i < kWarpRows; ++i) {
-        const int row = min(first_row + i * Pushed::kOwned, out.rows - 1);
-        before[i].load(out.y + static_cast<i64>(row) * out.columns + column);
-      }
-    }
-  }
-};
-
-// y + p of rows `from` on of a warp's: y, and values that become codes, of y times gamma.
-__device__ __forceinline__ void add_to_stream(int lane, float (&values)[kTogether][4], const StreamInputs& inputs, int from,
-                                              int first_row, int group, const Output& out) {
-  float gamma[4];
-  inputs.gamma.to_floats(gamma);
-#pragma unroll
-  for (int n = 0; n < kTogether; ++n) {
-    const i64 row = first_row + n * Pushed::kOwned;
-    float before[4], squares = 0.0f;
-    inputs.before[from + n].to_floats(before);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) values[n][e] += before[e];
-    Vector<bf16, 4> y;
-    y.from_floats(values[n]);
-    if (row < out.rows) y.store(out.y + row * out.columns + group * kColumns + lane * 4);
-    y.to_floats(values[n]);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      squares = fmaf(values[n][e], values[n][e], squares);
-      values[n][e] *= gamma[e];
-    }
-    squares = warp_sum(squares);
-    if (row < out.rows && lane == 0) out.squares[row * (out.columns / kColumns) + group] = squares;
-  }
-}
-
-// A warp's rows of a tile whose values lie in slabs.
-__device__ __forceinline__ void end_rows(int lane, const Slabs& slabs, const StreamInputs& stream, const HeadInputs& inputs,
-                                         const gemm::HeadTensors& heads, int number, int first_row, int group, const Output& out) {
-#pragma unroll
-  for (int from = 0; from < kWarpRows; from += kTogether) {
-    const int row = first_row + from * Pushed::kOwned;
-    if (row >= out.rows) break;
-    float values[kTogether][4];
-#pragma unroll
-    for (int n = 0; n < kTogether; ++n) slabs.get(lane, number + (from + n) * Pushed::kOwned, values[n]);
-    if constexpr (kHeads) {
-      inputs.finish<kTogether, kBlockShift>(lane, values, heads, group, from, first_row, out.rows);
-    } else {
-      if constexpr (kStream) add_to_stream(lane, values, stream, from, row, group, out);
-      const gemm::CodeRows<kTwoParts> codes{out.codes, out.scale, out.columns};
-#pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
-        const int at = row + n * Pushed::kOwned;
-        codes.write(lane, values[n], at, group, at < out.rows);
+        for (int e = 0; e < 4; e += 2) {
+          if (stored && column + e < out.columns)
+            *reinterpret_cast<u32*>(out.y + static_cast<i64>(row) * out.columns + column + e) = pack_pair<bf16>(values[e], values[e + 1]);
+        }
+      } else {
+        gemm::CodeRows<kTwoParts>{out.codes, out.scale, out.columns}.write(lane, values, row, group, stored);
       }
     }
   }
@@ -237,16 +241,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int rank = static_cast<int>(blockIdx.x) % kSplit;  // which part of K
   const int first_k = all_k_tiles * rank / kSplit, k_tiles = all_k_tiles * (rank + 1) / kSplit - first_k;
   Ring ring(smem + kRingAt);
+  const Sent sent{smem + kSentAt, reinterpret_cast<u64*>(smem + kArrivedAt)};
   float* const scales = reinterpret_cast<float*>(smem + kScalesAt);
   [[maybe_unused]] float* const row_factors = reinterpret_cast<float*>(smem + kFactorsAt);  // of all tiles: of up to kRows rows
+  const gemm::HeadTensors heads{y, q_gamma, k_gamma, k_cache, v_cache, slots, positions, table, columns, k_block, k_token,
+                                k_head, v_block, v_token, v_head, num_slots, table_rows, block_size, q_heads, kv_heads,
+                                head_epsilon};
+  const HeadRows found{smem + kHeadRowsAt};
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
     ring.initialise(128 * kConsumers, 1 + 32);
+    sent.initialise(rank);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  if constexpr (kSplit > 1) ptx::cluster_arrive_relaxed();  // the block has started; who writes into it waits for that
+  if constexpr (kSplit > 1) ptx::cluster_arrive_relaxed();  // the block has started; who sends to it waits for that
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -260,15 +270,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       Scales::drain(ring);
     }
-    if (kRowFactors && rank < kOwners && threadIdx.x / 32 == 2) {
+    if (kRowFactors && rank < Sent::kOwners && threadIdx.x / 32 == 2) {
       ptx::griddepcontrol_wait();
       find_row_factors(row_factors, squares_of_x, rows, all_k_tiles, epsilon);
-      ptx::bar_arrive(2, 32 * (Pushed::kOwned + 1));
+      ptx::bar_arrive(2, kToldThreads);
     }
-    if (threadIdx.x >= 32) {
-      if constexpr (kSplit > 1) Pushed::pass_by();
-      return;
+    if (kHeads && rank < Sent::kOwners && threadIdx.x / 32 == 3) {
+      ptx::griddepcontrol_wait();
+      found.bring(heads, rank * kFinishedRows, rows);
+      ptx::bar_arrive(2, kToldThreads);
     }
+    if constexpr (kSplit > 1) {
+      if (threadIdx.x >= 32) ptx::cluster_wait();
+    }
+    if (threadIdx.x >= 32) return;
     const bool elected = ptx::elect_one();
     if (kSplit == 1 && !elected) return;
     if (elected) {
@@ -299,38 +314,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if constexpr (kSplit > 1) {
       __syncwarp();
-      Pushed::pass_by();
+      ptx::cluster_wait();
     }
     return;
   }
 
   ptx::setmaxnreg_inc<kConsumerRegisters>();
+  if constexpr (kSplit > 1) ptx::cluster_wait();
   ptx::griddepcontrol_wait();
   const Output out{y, codes, code_scale, squares, bias, gamma, rows, columns};
-  const gemm::HeadTensors heads{y, q_gamma, k_gamma, k_cache, v_cache, slots, positions, table, columns, k_block, k_token,
-                                k_head, v_block, v_token, v_head, num_slots, table_rows, block_size, q_heads, kv_heads,
-                                head_epsilon};
   const int consumer = warpgroup - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int own_row = warp * (8 * kHalves) + lane / 4;  // and the one eight rows below
   const int share = warp * kConsumers + consumer;  // of the tile: a block finishes all columns of its rows
-  const bool finishes = Pushed::owner_of(share) == rank;
+  const bool finishes = Sent::owner_of(share) == rank;
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem);
   const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + kBytesX + consumer * kGroupColumns * gemm::kSpan);
   // Which of the warps that finish here, and its first row.
-  const auto number_of = [](int thread) { return (thread / 32 % 4 * kConsumers + thread / 128 - 1) % Pushed::kOwned; };
-  const Slabs slabs{smem + (kSlabsInRing ? 0 : kPushedAt)};
+  const auto number_of = [](int thread) { return (thread / 32 % 4 * kConsumers + thread / 128 - 1) % Sent::kOwned; };
+  unsigned char* const slabs = smem + (kSlabsInRing ? 0 : kSentAt);
 #pragma unroll 1
   for (int tile = block; tile < tiles; tile += blocks) {
-    const int tile_row = tile % tiles_m * kOwnRows, first_row = tile_row + own_row, group = tile / tiles_m;
-    StreamInputs stream;
-    HeadInputs inputs;
-    if (finishes) {
-      const int first = tile_row + rank * kFinishedRows + number_of(static_cast<int>(threadIdx.x));
-      stream.load(out, first, group * kColumns + lane * 4);
-      if constexpr (kHeads) inputs.load_places(heads, first, rows);
-    }
+    const int tile_row = tile % tiles_m * kOwnRows, group = tile / tiles_m;
     Part sum = {};
+    if constexpr (kStream) {
+      if (finishes) begin_with_y(sum, out, tile_row + own_row, group * kColumns + consumer * kGroupColumns + lane % 4 * 2);
+    }
     Part even, odd;    // products of stages in turn
     Ring done = ring;  // one stage behind
     float factors[kWeights][kHalves];  // of its rows
@@ -378,34 +387,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_wait_group<0>();
       add_stage(even);
     }
-    if constexpr (kHeads) {
-      if (finishes) inputs.load(gemm::opaque_lane(), heads, group);
+    const int thread = gemm::opaque_thread(), column = group * kColumns + thread % 32 * 4;
+    float own_gamma[4] = {}, own_bias[4] = {};
+    if (finishes) {
+      if constexpr (kStream) load_columns(own_gamma, gamma, column, columns);
+      if constexpr (kHeads && kNormHeads) load_columns(own_gamma, group < q_heads ? q_gamma : k_gamma, thread % 32 * 4, kColumns);
+      if constexpr (kHasBias) load_columns(own_bias, bias, column, columns);
     }
-    if constexpr (kSplit > 1) Pushed{smem + kPushedAt}.exchange(sum, share, rank);
+    if constexpr (kSplit > 1) sent.exchange(sum[0], share, rank);
     if (!finishes) continue;
-    float own_factors[kHalves];
-    if constexpr (kRowFactors) {
-      if (tile == block) ptx::bar_sync(2, 32 * (Pushed::kOwned + 1));
+    const auto meet = [] { ptx::bar_sync(1, 32 * Sent::kOwned); };
+    if constexpr (kSlabsInRing) meet();  // nobody reads a stage any more
+    __syncwarp();  // nor another lane's part of the sums
+    const int number = number_of(thread);
+    put_sums(sum, slabs, thread, number);
+    if constexpr (kFinding > 0) {
+      if (tile == block) ptx::bar_sync(2, kToldThreads);
     }
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) own_factors[half] = kRowFactors ? row_factors[own_row + half * 8] : 1.0f;
-    if constexpr (kPlain) {
-      const int column = group * kColumns + consumer * kGroupColumns + lane % 4 * 2;
-      for_each_pair(sum, own_factors, column, out, [&](int half, int j, float2 value) {
-        const int row = first_row + half * 8, at = column + j * 8;
-        if (row < rows && at < columns)
-          *reinterpret_cast<u32*>(y + static_cast<i64>(row) * columns + at) = pack_pair<bf16>(value.x, value.y);
-      });
-    } else {
-      const auto meet = [] { ptx::bar_sync(1, 32 * Pushed::kOwned); };
-      if constexpr (kSlabsInRing) meet();  // nobody reads a stage any more
-      __syncwarp();  // nor another lane's part of the sums
-      const int thread = gemm::opaque_thread(), number = number_of(thread), at = thread % 32;
-      for_each_pair(sum, own_factors, group * kColumns + (thread / 128 - 1) * kGroupColumns + at % 4 * 2, out,
-                    [&](int half, int j, float2 value) { slabs.put(at, number, at / 4 + half * 8, j, value); });
-      meet();
-      end_rows(at, slabs, stream, inputs, heads, number, tile_row + rank * kFinishedRows + number, group, out);
-      if constexpr (kSplit == 1 && !kOneTile) meet();  // before the next tile's values
-    }
+    meet();
+    end_rows(thread % 32, number, slabs, row_factors + rank * kFinishedRows, found, heads, own_gamma, own_bias,
+             tile_row + rank * kFinishedRows, group, out);
+    if constexpr (kSplit == 1 && !kOneTile) meet();  // before the next tile's sums
   }
 }

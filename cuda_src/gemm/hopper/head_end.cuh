@@ -4,8 +4,8 @@
 //          (a, b) = (a cos t - b sin t, a sin t + b cos t)                    pairs (i, i + 64), t of the token's position
 //   k, v:  cache[slot / block_size, slot % block_size, head, :] = x
 //
-// as kv/append_kv.cu, but of sums that were not rounded before. A warp has whole rows, four neighbours a lane, several at a time. What
-// comes from memory is asked for before the sums are complete.
+// as kv/append_kv.cu, but of sums that were not rounded before. A warp has whole rows, four neighbours a lane. Cosines, sines and slots
+// of the block's rows wait in shared memory: another warp brings them while products run.
 //
 // A slot below 0 or past the cache is skipped; a position outside the table turns nothing.
 #pragma once
@@ -14,6 +14,7 @@
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
+#include "ptx/cp_async.cuh"
 
 namespace cki::gemm {
 
@@ -35,96 +36,73 @@ struct HeadTensors {
   __device__ __forceinline__ bool is_value(int head) const { return head >= q_heads + kv_heads; }
 };
 
-// What a warp needs of memory for kRows rows, kStep apart, of one head.
-template <int kRows, int kStep, bool kNorm>
-struct HeadInputs {
-  i64 slots[kRows];
-  int positions[kRows];
-  float4 cosines[kRows], sines[kRows];
-  Vector<bf16, 4> gamma;
+// Of kRows rows of a block.
+template <int kRows>
+struct HeadRows {
+  static constexpr int kBytes = kRows * (kHeadColumns * 4 + 8);
 
-  // As early as rows are known. rows: that exist.
-  __device__ __forceinline__ void load_places(const HeadTensors& heads, int first_row, int rows) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int row = min(first_row + i * kStep, rows - 1);
-      slots[i] = heads.slots[row];
-      positions[i] = heads.positions[row];
-    }
+  unsigned char* memory;
+
+  __device__ __forceinline__ float* angles(int row) const { return reinterpret_cast<float*>(memory) + row * kHeadColumns; }
+  __device__ __forceinline__ i64& slot(int row) const {
+    return reinterpret_cast<i64*>(memory + kRows * kHeadColumns * 4)[row];
   }
 
-  __device__ __forceinline__ void load(int lane, const HeadTensors& heads, int head) {
-    if (heads.is_value(head)) return;
-    if constexpr (kNorm) gamma.load((head < heads.q_heads ? heads.q_gamma : heads.k_gamma) + lane * 4);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const bool known = positions[i] >= 0 && positions[i] < heads.table_rows;
-      const float* row = heads.table + static_cast<i64>(positions[i]) * kHeadColumns + lane % 16 * 4;
-      cosines[i] = known ? *reinterpret_cast<const float4*>(row) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-      sines[i] = known ? *reinterpret_cast<const float4*>(row + kHeadColumns / 2) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-  }
-
-  // Rows [from, from + kTogether) of kRows: a lane's values of them.
-  template <int kTogether, int kBlockShift>
-  __device__ __forceinline__ void finish(int lane, float (&values)[kTogether][4], const HeadTensors& heads, int head, int from,
-                                         int first_row, int rows) const {
-    const bool is_query = head < heads.q_heads, is_value = heads.is_value(head);
-    if (!is_value) {
-      normalise(values, heads.epsilon);
-      rotate(lane, values, from);
-    }
-#pragma unroll
-    for (int n = 0; n < kTogether; ++n) {
-      const int row = first_row + (from + n) * kStep;
-      const i64 slot = slots[from + n];
-      const i64 block = kBlockShift >= 0 ? slot >> (kBlockShift >= 0 ? kBlockShift : 0) : slot / heads.block_size;
-      const i64 token = slot - block * heads.block_size;
-      bf16* to;
-      if (is_query) {
-        to = heads.q + row * heads.q_row + head * kHeadColumns;
-      } else if (is_value) {
-        to = heads.v_cache + block * heads.v_block + token * heads.v_token + (head - heads.q_heads - heads.kv_heads) * heads.v_head;
+  // By one warp. first_row: the block's, of `rows` that exist.
+  __device__ __forceinline__ void bring(const HeadTensors& heads, int first_row, int rows) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 4
+    for (int i = 0; i < min(kRows, rows - first_row); ++i) {
+      const int position = heads.positions[first_row + i];
+      if (lane == 0) slot(i) = heads.slots[first_row + i];
+      float* to = angles(i) + lane * 4;
+      if (position >= 0 && position < heads.table_rows) {
+        ptx::cp_async<16>(to, heads.table + static_cast<i64>(position) * kHeadColumns + lane * 4);
       } else {
-        to = heads.k_cache + block * heads.k_block + token * heads.k_token + (head - heads.q_heads) * heads.k_head;
-      }
-      if (row < rows && (is_query || (slot >= 0 && slot < heads.num_slots))) store_floats(to + lane * 4, values[n]);
-    }
-  }
-
- private:
-  template <int kTogether>
-  __device__ __forceinline__ void normalise(float (&values)[kTogether][4], float epsilon) const {
-    if constexpr (kNorm) {
-      float weights[4];
-      gamma.to_floats(weights);
-#pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
-        float squares = 0.0f;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) squares = fmaf(values[n][e], values[n][e], squares);
-        const float factor = rsqrtf(warp_sum(squares) / kHeadColumns + epsilon);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) values[n][e] *= factor * weights[e];
+        const float turned = lane < 16 ? 1.0f : 0.0f;
+        *reinterpret_cast<float4*>(to) = make_float4(turned, turned, turned, turned);
       }
     }
-  }
-
-  // A value's partner is the same of the lane 16 away.
-  template <int kTogether>
-  __device__ __forceinline__ void rotate(int lane, float (&values)[kTogether][4], int from) const {
-    const float sign = lane < 16 ? -1.0f : 1.0f;
-#pragma unroll
-    for (int n = 0; n < kTogether; ++n) {
-      const float cosine[4] = {cosines[from + n].x, cosines[from + n].y, cosines[from + n].z, cosines[from + n].w};
-      const float sine[4] = {sines[from + n].x, sines[from + n].y, sines[from + n].z, sines[from + n].w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float other = __shfl_xor_sync(kFullWarp, values[n][e], 16);
-        values[n][e] = fmaf(values[n][e], cosine[e], other * (sign * sine[e]));
-      }
-    }
+    ptx::cp_async_wait_all();
   }
 };
+
+// A row's values, a warp's. at: of the block's rows; row: of the step's, and whether there is such a one. gamma: of the head.
+template <bool kNorm, int kBlockShift, int kRows>
+__device__ __forceinline__ void finish_head(int lane, float (&values)[4], const float (&gamma)[4], const HeadRows<kRows>& found,
+                                            const HeadTensors& heads, int head, int at, int row, bool stored) {
+  const bool is_query = head < heads.q_heads, is_value = heads.is_value(head);
+  if (!is_value) {
+    if constexpr (kNorm) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) squares = fmaf(values[e], values[e], squares);
+      const float factor = rsqrtf(warp_sum(squares) / kHeadColumns + heads.epsilon);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) values[e] *= factor * gamma[e];
+    }
+    // A value's partner is the same of the lane 16 away.
+    const float4 cosines = *reinterpret_cast<const float4*>(found.angles(at) + lane % 16 * 4);
+    const float4 sines = *reinterpret_cast<const float4*>(found.angles(at) + kHeadColumns / 2 + lane % 16 * 4);
+    const float cosine[4] = {cosines.x, cosines.y, cosines.z, cosines.w}, sine[4] = {sines.x, sines.y, sines.z, sines.w};
+    const float sign = lane < 16 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float other = __shfl_xor_sync(kFullWarp, values[e], 16);
+      values[e] = fmaf(values[e], cosine[e], other * (sign * sine[e]));
+    }
+  }
+  bf16* to = heads.q + row * heads.q_row + head * kHeadColumns;
+  if (!is_query) {
+    const i64 slot = found.slot(at);
+    const i64 block = kBlockShift >= 0 ? slot >> (kBlockShift >= 0 ? kBlockShift : 0) : slot / heads.block_size;
+    const i64 token = slot - block * heads.block_size;
+    const int kv_head = head - heads.q_heads - (is_value ? heads.kv_heads : 0);
+    to = is_value ? heads.v_cache + block * heads.v_block + token * heads.v_token + kv_head * heads.v_head
+                  : heads.k_cache + block * heads.k_block + token * heads.k_token + kv_head * heads.k_head;
+    stored = stored && slot >= 0 && slot < heads.num_slots;
+  }
+  if (stored) store_floats(to + lane * 4, values);
+}
 
 }  // namespace cki::gemm

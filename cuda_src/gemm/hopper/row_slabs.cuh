@@ -1,4 +1,4 @@
-// A tile's values in shared memory: written as wgmma's accumulators have them, read by rows.
+// A tile's sums in shared memory: written as wgmma's accumulators have them, read by rows.
 //
 // A tile has 128 columns, of which two consumers have 64 each. Slab s is 16 or 8 rows (kSlabRows) of consumer s % 2, and slabs 2n and
 // 2n + 1 are the same rows. A warp writes one slab and reads rows of any. Eight columns lie at place (column / 8) ^ (row % 8): neither
@@ -13,7 +13,7 @@ template <int kSlabRows, int kSlabStride>
 struct RowSlabs {
   static constexpr int kColumns = 64;
   static constexpr int kStride = kSlabStride;  // bytes
-  static_assert(kStride >= kSlabRows * kColumns * 4);
+  static_assert(kStride >= kSlabRows * kColumns * 4, "slabs lie apart");
 
   unsigned char* memory;
 
