@@ -63,7 +63,7 @@ def test_extents(hopper, rows, depth, columns, out_dtype):
 
 @pytest.mark.parametrize("rows", [130, 40])
 def test_scales_may_lie_anywhere(hopper, rows):
-    """Stage by stage side by side, of which four are one load, or apart: the same bits.  Groups of four, whole and not."""
+    """Side by side, where four stages' are one load, or apart: the same bits.  Groups of four, whole and not."""
     for blocks in (4, 5, 8, 12):
         x, w = codes((rows, 128 * blocks), 1), codes((264, 128 * blocks), 2)
         x_scale, w_scale = scales((rows, blocks), 3), scales((3, blocks), 4)
