@@ -13,7 +13,7 @@ from cki.operand import Operand
 from cki.ops.few_rows_fp8 import ARCH, BLOCK, Codes
 from cki.plan import Step
 
-_WARPS = 4
+_WARPS = 2
 _PARAMS = "PPPPPPP" + "iiq"
 
 
@@ -37,7 +37,7 @@ def plan_embed_codes(
     if obstacles:
         raise UnsupportedError("embed_codes", obstacles, "embed_tokens, and rms_norm_quantize")
     assert to.squares is not None
-    grid = (-(-columns // BLOCK // _WARPS), rows, 1)
+    grid = (-(-columns // (4 * BLOCK * _WARPS)), rows, 1)
     arguments = (
         tokens,
         table,
@@ -50,7 +50,7 @@ def plan_embed_codes(
         columns,
         table.strides[0],
     )
-    reason = "a warp has 128 columns of a token"
+    reason = "a warp has 512 columns of a token"
     kernel = embed_codes_kernel(two_parts=to.has_two_parts)
     return (Step(kernel, grid, (_WARPS * 32, 1, 1), arguments, programmatic=True, reason=reason),)
 

@@ -3,9 +3,8 @@
 //   x[t, :] = table[tokens[t], :]      codes and scales of x * gamma, by 128 neighbours      squares[t, n] = sum of x^2 of 128 columns
 //
 // A token outside the table is a row of zeros. table: [words, columns], rows `table_stride` elements apart; gamma [columns]; x, codes,
-// scales and squares dense (code_rows.cuh); columns a multiple of 128.
-// Bytes: a row of the table and of x, codes, scales. Latency is all of the time: a warp has 128 columns of one token.
-// Grid: (columns / 128 / kWarps, tokens). Prelude: kWarps, kTwoParts.
+// scales and squares dense (code_rows.cuh); columns a multiple of 128. A warp has 512 columns of a token.
+// Grid: (columns / 512 / kWarps, tokens). Prelude: kWarps, kTwoParts.
 #include "common/types.cuh"
 #include "common/vec.cuh"
 #include "gemm/hopper/code_rows.cuh"
@@ -16,28 +15,33 @@ using namespace cki;
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
     embed_codes(const int* tokens, const bf16* table, const bf16* gamma, bf16* x, u8* codes, float* scales, float* squares,
                 int words, int columns, i64 table_stride) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, token = static_cast<int>(blockIdx.y);
-  const int group = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
-  const bool present = group < columns / 128;
-  const i64 column = group * 128 + lane * 4;
-  Vector<bf16, 4> weight, row;
-  weight.fill_zero();
-  row.fill_zero();
-  if (present) weight.load(gamma + column);
+  const int lane = static_cast<int>(threadIdx.x) % 32, token = static_cast<int>(blockIdx.y), groups = columns / 128;
+  const int group = (static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32) * 4 + lane / 8;
+  const bool present = group < groups;
+  const i64 column = group * 128 + gemm::first_column(lane);
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const i64 word = tokens[token];
-  if (present && word >= 0 && word < words) row.load(table + word * table_stride + column);
-  float values[4], factors[4], sum = 0.0f;
-  row.to_floats(values);
-  weight.to_floats(factors);
-  if (present) row.store(x + static_cast<i64>(token) * columns + column);
+  gemm::RowPart values;
+  float sum = 0.0f;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    sum = fmaf(values[e], values[e], sum);
-    values[e] *= factors[e];
+  for (int i = 0; i < 4; ++i) {
+    Vector<bf16, 4> row, weight;
+    row.fill_zero();
+    weight.fill_zero();
+    if (present) weight.load(gamma + column + i * 32);
+    if (present && word >= 0 && word < words) row.load(table + word * table_stride + column + i * 32);
+    if (present) row.store(x + static_cast<i64>(token) * columns + column + i * 32);
+    float factors[4];
+    row.to_floats(values[i]);
+    weight.to_floats(factors);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      sum = fmaf(values[i][e], values[i][e], sum);
+      values[i][e] *= factors[e];
+    }
   }
-  sum = warp_sum(sum);
-  if (present && lane == 0) squares[static_cast<i64>(token) * (columns / 128) + group] = sum;
+  sum = warp_sum<8>(sum);
+  if (present && lane % 8 == 0) squares[static_cast<i64>(token) * groups + group] = sum;
   gemm::CodeRows<kTwoParts>{codes, scales, columns}.write(lane, values, token, group, present);
 }

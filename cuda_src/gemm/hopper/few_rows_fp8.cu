@@ -66,8 +66,8 @@ constexpr int kStageBytes = kBytesX + kWeights * kBytesW;
 using Scales = gemm::StageScales<kRows, kOwnRows, kWeights>;
 using Sent = gemm::SentSum<kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || !kGates, "gates' tiles are whole");
-// A tile ends by rows: of a block, of a warp, of which so many are computed together.
-constexpr int kFinishedRows = kOwnRows / Sent::kOwners, kTogether = 2;
+// A tile ends by rows, of which a block that finishes has so many; all warps of consumers take four at a time.
+constexpr int kFinishedRows = kOwnRows / Sent::kOwners, kTogether = 4, kEnding = 4 * kConsumers;
 constexpr int kSlabRows = 8 * kHalves;
 using Slabs = gemm::RowSlabs<kSlabRows, kSplit == 1 ? kSlabRows * 256 : Sent::kStride>;
 constexpr int kAllSlabBytes = Sent::kOwned * Slabs::kStride;  // of one weight
@@ -83,8 +83,8 @@ constexpr int kArrivedAt = kRingAt + StageRing<kStages>::kBytes;
 static_assert(kArrivedAt + Sent::kBarrierBytes <= kSharedBytes, "what the planner allows for");
 static_assert(!kSlabsInRing || kWeights * kAllSlabBytes <= kSentAt, "slabs lie in the ring");
 static_assert(!kStream || !kRowFactors, "sums begin with y");
-// Warps of a block that tell those that finish there what they have found, at barrier 2.
-constexpr int kFinding = (kRowFactors ? 1 : 0) + (kHeads ? 1 : 0), kToldThreads = 32 * (Sent::kOwned + kFinding);
+// Warps of a block that tell the consumers what they have found, at barrier 2.
+constexpr int kFinding = (kRowFactors ? 1 : 0) + (kHeads ? 1 : 0), kToldThreads = 32 * (kEnding + kFinding);
 
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
@@ -158,69 +158,73 @@ __device__ __forceinline__ void put_sums(const Part& sum, unsigned char* memory,
   }
 }
 
-// Four neighbours of a vector of a tile's columns, from `column` on; zeros where it has none.
-__device__ __forceinline__ void load_columns(float (&values)[4], const bf16* from, int column, int columns) {
+// A lane's part of a vector, whose first of 128 is `column` of `columns`; zeros where it has none.
+__device__ __forceinline__ void load_columns(int lane, gemm::RowPart& values, const bf16* from, int column, int columns) {
 #pragma unroll
-  for (int e = 0; e < 4; e += 2) {
-    values[e] = values[e + 1] = 0.0f;
-    if (column + e < columns) unpack_pair<bf16>(*reinterpret_cast<const u32*>(from + column + e), values[e], values[e + 1]);
+  for (int i = 0; i < 8; ++i) {
+    const int at = column + i / 2 * 32 + gemm::first_column(lane) + i % 2 * 2;
+    float(&pair)[4] = values[i / 2];
+    if (at < columns) unpack_pair<bf16>(*reinterpret_cast<const u32*>(from + at), pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
   }
 }
 
-// y, which was rounded, of four columns; its squares' sum; and what becomes codes.
-__device__ __forceinline__ void end_stream(int lane, float (&values)[4], const float (&gamma)[4], int row, int group, bool stored,
-                                           const Output& out) {
-  Vector<bf16, 4> y;
-  y.from_floats(values);
-  if (stored) y.store(out.y + static_cast<i64>(row) * out.columns + group * kColumns + lane * 4);
-  y.to_floats(values);
+// y, which is rounded; its squares' sum; and what becomes codes.
+__device__ __forceinline__ void end_stream(int lane, gemm::RowPart& values, const gemm::RowPart& gamma, int row, int group,
+                                           bool stored, const Output& out) {
   float squares = 0.0f;
+  bf16* to = out.y + static_cast<i64>(row) * out.columns + group * kColumns + gemm::first_column(lane);
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    squares = fmaf(values[e], values[e], squares);
-    values[e] *= gamma[e];
+  for (int i = 0; i < 4; ++i) {
+    Vector<bf16, 4> y;
+    y.from_floats(values[i]);
+    if (stored) y.store(to + i * 32);
+    y.to_floats(values[i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      squares = fmaf(values[i][e], values[i][e], squares);
+      values[i][e] *= gamma[i][e];
+    }
   }
-  squares = warp_sum(squares);
-  if (stored && lane == 0) out.squares[static_cast<i64>(row) * (out.columns / kColumns) + group] = squares;
+  squares = warp_sum<8>(squares);
+  if (stored && lane % 8 == 0) out.squares[static_cast<i64>(row) * (out.columns / kColumns) + group] = squares;
 }
 
-// A warp's rows of a tile whose sums lie in slabs. Few instructions, of which none comes twice: they are fetched while all memory is
-// busy with the next launch's weights. first_row: the block's. gamma, bias: of this lane's columns.
-__device__ __forceinline__ void end_rows(int lane, int number, unsigned char* memory, const float* factors, const HeadRows& found,
-                                         const gemm::HeadTensors& heads, const float (&gamma)[4], const float (&bias)[4],
+// A warp's rows of a tile whose sums lie in slabs. Few instructions: they are fetched while all memory is busy with the next launch's
+// weights. first_row: the block's. gamma, bias: of this lane's columns.
+__device__ __forceinline__ void end_rows(int lane, int warp, unsigned char* memory, const float* factors, const HeadRows& found,
+                                         const gemm::HeadTensors& heads, const gemm::RowPart& gamma, const gemm::RowPart& bias,
                                          int first_row, int group, const Output& out) {
   const Slabs slabs{memory}, ups{memory + kAllSlabBytes};
 #pragma unroll 1
-  for (int at = number; at < kFinishedRows && first_row + at < out.rows; at += kTogether * Sent::kOwned) {
+  for (int at = warp * kTogether; at < kFinishedRows && first_row + at < out.rows; at += kTogether * kEnding) {
+    const int own = at + lane / 8, row = first_row + own;
+    const bool stored = row < out.rows;
+    const float factor = kRowFactors ? factors[own] : 1.0f;
+    gemm::RowPart values, up;
+    slabs.get(lane, own, values);
+    if constexpr (kGates) ups.get(lane, own, up);
 #pragma unroll
-    for (int n = 0; n < kTogether; ++n) {
-      const int own = at + n * Sent::kOwned, row = first_row + own;
-      const bool stored = row < out.rows;
-      const float factor = kRowFactors ? factors[own] : 1.0f;
-      float values[4];
-      slabs.get(lane, own, values);
+    for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) values[e] = fmaf(values[e], factor, bias[e]);
-      if constexpr (kGates) {
+      for (int e = 0; e < 4; ++e) {
         constexpr auto kAct = static_cast<gemm::Activation>(kActivation);
-        float up[4];
-        ups.get(lane, own, up);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) values[e] = gemm::activate<kAct>(values[e]) * (up[e] * factor);
+        values[i][e] = fmaf(values[i][e], factor, bias[i][e]);
+        if constexpr (kGates) values[i][e] = gemm::activate<kAct>(values[i][e]) * (up[i][e] * factor);
       }
-      if constexpr (kStream) end_stream(lane, values, gamma, row, group, stored, out);
-      if constexpr (kHeads) {
-        gemm::finish_head<kNormHeads, kBlockShift>(lane, values, gamma, found, heads, group, own, row, stored);
-      } else if constexpr (kPlain) {
-        const int column = group * kColumns + lane * 4;
+    }
+    if constexpr (kStream) end_stream(lane, values, gamma, row, group, stored, out);
+    if constexpr (kHeads) {
+      gemm::finish_head<kNormHeads, kBlockShift>(lane, values, gamma, found, heads, group, own, row, stored);
+    } else if constexpr (kPlain) {
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-          if (stored && column + e < out.columns)
-            *reinterpret_cast<u32*>(out.y + static_cast<i64>(row) * out.columns + column + e) = pack_pair<bf16>(values[e], values[e + 1]);
-        }
-      } else {
-        gemm::CodeRows<kTwoParts>{out.codes, out.scale, out.columns}.write(lane, values, row, group, stored);
+      for (int i = 0; i < 8; ++i) {
+        const int column = group * kColumns + i / 2 * 32 + gemm::first_column(lane) + i % 2 * 2;
+        const float(&pair)[4] = values[i / 2];
+        if (stored && column < out.columns)
+          *reinterpret_cast<u32*>(out.y + static_cast<i64>(row) * out.columns + column) = pack_pair<bf16>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
       }
+    } else {
+      gemm::CodeRows<kTwoParts>{out.codes, out.scale, out.columns}.write(lane, values, row, group, stored);
     }
   }
 }
@@ -324,13 +328,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   ptx::griddepcontrol_wait();
   const Output out{y, codes, code_scale, squares, bias, gamma, rows, columns};
   const int consumer = warpgroup - 1;
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  const int own_row = warp * (8 * kHalves) + lane / 4;  // and the one eight rows below
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, quad = static_cast<int>(threadIdx.x) % 32 / 4;
+  const int own_row = warp * (8 * kHalves) + quad;  // and the one eight rows below
   const int share = warp * kConsumers + consumer;  // of the tile: a block finishes all columns of its rows
   const bool finishes = Sent::owner_of(share) == rank;
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem);
   const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + kBytesX + consumer * kGroupColumns * gemm::kSpan);
-  // Which of the warps that finish here, and its first row.
+  // Which of the warps whose sums are finished here.
   const auto number_of = [](int thread) { return (thread / 32 % 4 * kConsumers + thread / 128 - 1) % Sent::kOwned; };
   unsigned char* const slabs = smem + (kSlabsInRing ? 0 : kSentAt);
 #pragma unroll 1
@@ -338,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int tile_row = tile % tiles_m * kOwnRows, group = tile / tiles_m;
     Part sum = {};
     if constexpr (kStream) {
-      if (finishes) begin_with_y(sum, out, tile_row + own_row, group * kColumns + consumer * kGroupColumns + lane % 4 * 2);
+      if (finishes) begin_with_y(sum, out, tile_row + own_row, group * kColumns + consumer * kGroupColumns + static_cast<int>(threadIdx.x) % 4 * 2);
     }
     Part even, odd;    // products of stages in turn
     Ring done = ring;  // one stage behind
@@ -387,25 +391,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_wait_group<0>();
       add_stage(even);
     }
-    const int thread = gemm::opaque_thread(), column = group * kColumns + thread % 32 * 4;
-    float own_gamma[4] = {}, own_bias[4] = {};
-    if (finishes) {
-      if constexpr (kStream) load_columns(own_gamma, gamma, column, columns);
-      if constexpr (kHeads && kNormHeads) load_columns(own_gamma, group < q_heads ? q_gamma : k_gamma, thread % 32 * 4, kColumns);
-      if constexpr (kHasBias) load_columns(own_bias, bias, column, columns);
+    const int thread = gemm::opaque_thread(), lane = thread % 32;
+    gemm::RowPart own_gamma = {}, own_bias = {};
+    if (rank < Sent::kOwners) {
+      const int column = group * kColumns;
+      if constexpr (kStream) load_columns(lane, own_gamma, gamma, column, columns);
+      if constexpr (kHeads && kNormHeads) load_columns(lane, own_gamma, group < q_heads ? q_gamma : k_gamma, 0, kColumns);
+      if constexpr (kHasBias) load_columns(lane, own_bias, bias, column, columns);
     }
     if constexpr (kSplit > 1) sent.exchange(sum[0], share, rank);
-    if (!finishes) continue;
-    const auto meet = [] { ptx::bar_sync(1, 32 * Sent::kOwned); };
+    if (rank >= Sent::kOwners) continue;
+    const auto meet = [] { ptx::bar_sync(1, 32 * kEnding); };
     if constexpr (kSlabsInRing) meet();  // nobody reads a stage any more
-    __syncwarp();  // nor another lane's part of the sums
-    const int number = number_of(thread);
-    put_sums(sum, slabs, thread, number);
+    if (finishes) {
+      __syncwarp();  // no lane reads another block's sums any more
+      put_sums(sum, slabs, thread, number_of(thread));
+    }
     if constexpr (kFinding > 0) {
       if (tile == block) ptx::bar_sync(2, kToldThreads);
     }
     meet();
-    end_rows(thread % 32, number, slabs, row_factors + rank * kFinishedRows, found, heads, own_gamma, own_bias,
+    end_rows(lane, thread / 32 - 4, slabs, row_factors + rank * kFinishedRows, found, heads, own_gamma, own_bias,
              tile_row + rank * kFinishedRows, group, out);
     if constexpr (kSplit == 1 && !kOneTile) meet();  // before the next tile's sums
   }

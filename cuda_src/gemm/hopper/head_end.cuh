@@ -4,7 +4,7 @@
 //          (a, b) = (a cos t - b sin t, a sin t + b cos t)                    pairs (i, i + 64), t of the token's position
 //   k, v:  cache[slot / block_size, slot % block_size, head, :] = x
 //
-// as kv/append_kv.cu, but of sums that were not rounded before. A warp has whole rows, four neighbours a lane. Cosines, sines and slots
+// as kv/append_kv.cu, but of sums that were not rounded before. Eight lanes have a row (RowPart). Cosines, sines and slots
 // of the block's rows wait in shared memory: another warp brings them while products run.
 //
 // A slot below 0 or past the cache is skipped; a position outside the table turns nothing.
@@ -14,6 +14,7 @@
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
+#include "gemm/hopper/row_slabs.cuh"
 #include "ptx/cp_async.cuh"
 
 namespace cki::gemm {
@@ -67,29 +68,32 @@ struct HeadRows {
   }
 };
 
-// A row's values, a warp's. at: of the block's rows; row: of the step's, and whether there is such a one. gamma: of the head.
+// A row's values. at: of the block's rows; row: of the step's, and whether there is such a one. gamma: of the head.
 template <bool kNorm, int kBlockShift, int kRows>
-__device__ __forceinline__ void finish_head(int lane, float (&values)[4], const float (&gamma)[4], const HeadRows<kRows>& found,
+__device__ __forceinline__ void finish_head(int lane, RowPart& values, const RowPart& gamma, const HeadRows<kRows>& found,
                                             const HeadTensors& heads, int head, int at, int row, bool stored) {
   const bool is_query = head < heads.q_heads, is_value = heads.is_value(head);
   if (!is_value) {
+    float factor = 1.0f;
     if constexpr (kNorm) {
       float squares = 0.0f;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) squares = fmaf(values[e], values[e], squares);
-      const float factor = rsqrtf(warp_sum(squares) / kHeadColumns + heads.epsilon);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) values[e] *= factor * gamma[e];
+      for (int i = 0; i < 16; ++i) squares = fmaf(values[i / 4][i % 4], values[i / 4][i % 4], squares);
+      factor = rsqrtf(warp_sum<8>(squares) / kHeadColumns + heads.epsilon);
     }
-    // A value's partner is the same of the lane 16 away.
-    const float4 cosines = *reinterpret_cast<const float4*>(found.angles(at) + lane % 16 * 4);
-    const float4 sines = *reinterpret_cast<const float4*>(found.angles(at) + kHeadColumns / 2 + lane % 16 * 4);
-    const float cosine[4] = {cosines.x, cosines.y, cosines.z, cosines.w}, sine[4] = {sines.x, sines.y, sines.z, sines.w};
-    const float sign = lane < 16 ? -1.0f : 1.0f;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float other = __shfl_xor_sync(kFullWarp, values[e], 16);
-      values[e] = fmaf(values[e], cosine[e], other * (sign * sine[e]));
+    for (int i = 0; i < 2; ++i) {
+      const float* angles = found.angles(at) + i * 32 + first_column(lane);
+      const float4 cosines = *reinterpret_cast<const float4*>(angles);
+      const float4 sines = *reinterpret_cast<const float4*>(angles + kHeadColumns / 2);
+      const float cosine[4] = {cosines.x, cosines.y, cosines.z, cosines.w}, sine[4] = {sines.x, sines.y, sines.z, sines.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float a = values[i][e] * (kNorm ? factor * gamma[i][e] : 1.0f);
+        const float b = values[i + 2][e] * (kNorm ? factor * gamma[i + 2][e] : 1.0f);
+        values[i][e] = fmaf(a, cosine[e], -b * sine[e]);
+        values[i + 2][e] = fmaf(b, cosine[e], a * sine[e]);
+      }
     }
   }
   bf16* to = heads.q + row * heads.q_row + head * kHeadColumns;
@@ -102,7 +106,9 @@ __device__ __forceinline__ void finish_head(int lane, float (&values)[4], const 
                   : heads.k_cache + block * heads.k_block + token * heads.k_token + kv_head * heads.k_head;
     stored = stored && slot >= 0 && slot < heads.num_slots;
   }
-  if (stored) store_floats(to + lane * 4, values);
+  if (!stored) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_floats(to + i * 32 + first_column(lane), values[i]);
 }
 
 }  // namespace cki::gemm
