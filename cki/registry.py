@@ -15,7 +15,7 @@ from cki.kernel import ARCHITECTURES, KernelSpec
 FAMILIES = {
     "norm": ("norm",), "attention": ("attention_kernels",), "varlen": ("varlen",), "linear": ("linear",),
     "linear_decode": ("linear_decode",), "encoder": ("encoder",), "encoder_inputs": ("encoder_inputs",),
-    "embedding": ("embedding", "embed_codes"), "merge": ("merge",), "rope": ("rope",), "paged": ("paged",),
+    "embedding": ("embedding",), "merge": ("merge",), "rope": ("rope",), "paged": ("paged",),
     "pointwise": ("pointwise", "pointwise_softmax", "pointwise_quantize", "pointwise_dropout", "norm_quantize"),
     "sampling": ("sampling",), "gather_cache": ("gather_cache",),
 }  # fmt: skip

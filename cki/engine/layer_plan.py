@@ -16,9 +16,8 @@ from cki.engine.products import Products, Stream, Weight
 from cki.heuristics.linear import ACTIVATIONS
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
-from cki.ops.embed_codes import plan_embed_codes
 from cki.ops.embedding import plan_embed_tokens
-from cki.ops.few_rows_fp8 import ROWS, Codes, Heads, plan_few_rows_fp8
+from cki.ops.few_rows_fp8 import ROWS, Codes, Heads, plan_embed_codes, plan_few_rows_fp8
 from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
 from cki.ops.paged import plan_paged_attention

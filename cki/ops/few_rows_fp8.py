@@ -1,4 +1,5 @@
-"""A layer's products for few rows of e4m3 codes, with what lies between them: `cuda_src/gemm/hopper/few_rows_fp8.cu`.
+"""Products of a layer for few rows of e4m3 codes, with what lies between them, and the rows that they begin with:
+`cuda_src/gemm/hopper/few_rows_fp8.cu`, `cuda_src/embedding/embed_codes.cu`.
 
     project   y = p + bias                      p = x @ w.T of codes and scales, or of rms_norm(x) where x has squares
     heads     of Q, K, V = p + bias: norms of heads, rotation, y = Q, K and V to a paged cache
@@ -25,9 +26,12 @@ from cki.plan import ArgumentValue, NullPointer, Step
 #: Where it runs.
 ARCH = "sm_90a"
 _PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4 + "P" * 7 + "q" * 7 + "i" * 4 + "f"
+_EMBED_PARAMS = "PPPPPPP" + "iiq"
 _MODES = {"project": 0, "gates": 1, "stream": 2, "heads": 3}
 #: Stages that a block has not asked for when the launch behind may begin (an H200).
 _LEFT = {"project": 4, "gates": 4, "stream": 4, "heads": 4}
+#: Warps of a block of `embed_codes`.
+_EMBED_WARPS = 2
 #: Rows and columns of a tile; neighbours with one scale.
 ROWS, BLOCK = 64, 128
 _THREADS = 384
@@ -215,6 +219,52 @@ def few_rows_kernel(
     )  # fmt: skip
 
 
+def plan_embed_codes(
+    tokens: Operand, table: Operand, gamma: Operand, x: Operand, to: Codes, device: DeviceInfo
+) -> tuple[Step, ...]:
+    """The launch: x = table[tokens], codes of x * gamma with their squares.  UnsupportedError names every obstacle.
+
+    tokens: i32 [rows].  table: bf16 [words, columns].  gamma: bf16 [columns].  x: bf16 [rows, columns], dense.
+    """
+    rows, columns = x.shape
+    obstacles = [] if device.arch == ARCH else [f"it needs {ARCH}, the device is {device.arch}"]
+    if columns % BLOCK:
+        obstacles.append(f"{columns} columns are no whole blocks of {BLOCK}")
+    if any(t.dtype != dtypes.bf16 for t in (table, gamma, x)) or tokens.dtype != dtypes.i32:
+        obstacles.append("rows are not bf16, or tokens not i32")
+    if table.strides[1] != 1 or table.strides[0] % 4 or not table.is_aligned(8):
+        obstacles.append("rows of the table are not read four elements at a time")
+    if to.squares is None:
+        obstacles.append("there is no memory for sums of squares")
+    if obstacles:
+        raise UnsupportedError("embed_codes", obstacles, "embed_tokens, and rms_norm_quantize")
+    assert to.squares is not None
+    grid = (-(-columns // (4 * BLOCK * _EMBED_WARPS)), rows, 1)
+    arguments = (
+        tokens,
+        table,
+        gamma,
+        x,
+        to.codes,
+        to.scales,
+        to.squares,
+        table.shape[0],
+        columns,
+        table.strides[0],
+    )
+    reason = "a warp has 512 columns of a token"
+    kernel = embed_codes_kernel(two_parts=to.has_two_parts)
+    return (Step(kernel, grid, (_EMBED_WARPS * 32, 1, 1), arguments, programmatic=True, reason=reason),)
+
+
+def embed_codes_kernel(*, two_parts: bool) -> KernelSpec:
+    """The kernel of one configuration."""
+    return kernel_spec(
+        "embedding/embed_codes.cu", "embed_codes", _EMBED_PARAMS, archs=(ARCH,), max_registers=64, kWarps=_EMBED_WARPS,
+        kTwoParts=two_parts,
+    )  # fmt: skip
+
+
 def representative_specs() -> list[KernelSpec]:
     """Kernels that stand for all."""
     cache = dense("k_cache", (100, 16, 8, BLOCK), dtypes.bf16)
@@ -222,6 +272,7 @@ def representative_specs() -> list[KernelSpec]:
     heads = Heads((cache, cache), slots, positions, dense("table", (4096, BLOCK), dtypes.f32))
     normed = heads._replace(norms=(dense("gamma", (BLOCK,), dtypes.bf16),) * 2)
     return [
+        embed_codes_kernel(two_parts=False), embed_codes_kernel(two_parts=True),
         few_rows_kernel("heads", 2, norm=True, heads=normed),
         few_rows_kernel("heads", norm=True, bias=True, heads=heads, one_tile=False),
         few_rows_kernel("heads", 2, two_parts=True, rows_x=16, norm=True, heads=normed),

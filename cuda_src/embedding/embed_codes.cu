@@ -3,11 +3,11 @@
 //   x[t, :] = table[tokens[t], :]      codes and scales of x * gamma, by 128 neighbours      squares[t, n] = sum of x^2 of 128 columns
 //
 // A token outside the table is a row of zeros. table: [words, columns], rows `table_stride` elements apart; gamma [columns]; x, codes,
-// scales and squares dense (code_rows.cuh); columns a multiple of 128. A warp has 512 columns of a token.
+// scales and squares dense (row_parts.cuh); columns a multiple of 128. A warp has 512 columns of a token.
 // Grid: (columns / 512 / kWarps, tokens). Prelude: kWarps, kTwoParts.
 #include "common/types.cuh"
 #include "common/vec.cuh"
-#include "gemm/hopper/code_rows.cuh"
+#include "gemm/hopper/row_parts.cuh"
 #include "ptx/grid_dependency.cuh"
 
 using namespace cki;

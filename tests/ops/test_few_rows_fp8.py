@@ -12,8 +12,7 @@ from cki.device import sim_device
 from cki.errors import UnsupportedError
 from cki.operand import dense
 from cki.ops.call import call
-from cki.ops.embed_codes import plan_embed_codes
-from cki.ops.few_rows_fp8 import Codes, Heads, plan_few_rows_fp8
+from cki.ops.few_rows_fp8 import Codes, Heads, plan_embed_codes, plan_few_rows_fp8
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec
 from cki.plan import Plan
 from cki.reference import append_kv, linear_fp8

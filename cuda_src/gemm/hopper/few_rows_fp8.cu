@@ -8,14 +8,12 @@
 //   kHeads   y, of queries, and a cache's keys and values: heads of p + bias, normalised and rotated          (head_end.cuh)
 //   kStream  y = y + p rounded; codes of y * gamma, and the sums of y's squares over 128 columns: what kRowFactors then reads
 //
-// Codes and scales: code_rows.cuh.
-//
 // Why beside linear_fp8.cu. Of few rows w's bytes are the time, and a launch between two products costs as much as 10 MB of
 //          them. Quantisation does not see a factor of a row, so a norm's can wait for the sums.
 // Parts.   kTwoParts: of up to 32 rows, each two of x's: two e4m3 numbers an element and one scale, a power of two for 128
 //          (e4m3_parts.cuh): W8A16. Parts are eight rows of x apart, so a thread has the sums of both.
 // Tile.    64 rows of x, 128 columns, with gates those of their ups too: a block has whole groups of 128. The two consumers have 64
-//          columns each. Sums go through shared memory (row_slabs.cuh) to warps that have whole rows.
+//          columns each. Sums go through shared memory (row_parts.cuh) to warps that have whole rows.
 // Sums, scales, ring, parts of K: as there. All of w is read before the launch before has ended; that must not write it.
 //
 // columns is a multiple of 128 (kPlain: of 2). Rows of y, codes, scales and squares are dense, gamma and bias too.
@@ -32,14 +30,13 @@
 #include "common/vec.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/activation.cuh"
-#include "gemm/hopper/code_rows.cuh"
+#include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/head_end.cuh"
-#include "gemm/hopper/row_slabs.cuh"
-#include "gemm/hopper/sent_sum.cuh"
-#include "gemm/hopper/stage_scales.cuh"
+#include "gemm/hopper/row_parts.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
@@ -63,7 +60,7 @@ constexpr int kScaledDepth = 128, kStepDepth = 32;
 constexpr int kWeights = kGates ? 2 : 1;  // gates', ups'
 constexpr int kBytesX = kRowsX * gemm::kSpan, kBytesW = kColumns * gemm::kSpan;
 constexpr int kStageBytes = kBytesX + kWeights * kBytesW;
-using Scales = gemm::StageScales<kRows, kOwnRows, kWeights>;
+constexpr int kStageScales = kRows + 4;  // floats: rows', columns', ups', none
 using Sent = gemm::SentSum<kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || !kGates, "gates' tiles are whole");
 // A tile ends by rows, of which a block that finishes has so many; all warps of consumers take four at a time.
@@ -76,7 +73,7 @@ constexpr int kSlabBytes = kSlabsInRing || kSplit > 1 ? 0 : kWeights * kAllSlabB
 using HeadRows = gemm::HeadRows<kFinishedRows>;
 constexpr int kSentAt = kStages * kStageBytes;  // other blocks' sums, and in their place, when they have been added, slabs
 constexpr int kScalesAt = kSentAt + Sent::kBytes + kSlabBytes;
-constexpr int kHeadRowsAt = kScalesAt + kStages * Scales::kStage * 4;
+constexpr int kHeadRowsAt = kScalesAt + kStages * kStageScales * 4;
 constexpr int kFactorsAt = kHeadRowsAt + (kHeads ? HeadRows::kBytes : 0);
 constexpr int kRingAt = kFactorsAt + (kRowFactors ? kRows * 4 : 0);
 constexpr int kArrivedAt = kRingAt + StageRing<kStages>::kBytes;
@@ -97,6 +94,27 @@ struct Output {
   const bf16 *bias, *gamma;
   int rows, columns;
 };
+
+// One warp: a tile's scales, stage by stage, of K's parts from first on. Its lanes' copies arrive at `full`. Who reads them arrives
+// at `empty` for itself: one lane's arrival for a warp, behind __syncwarp, is an order that racecheck does not follow.
+__device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const float* x_scale, const float* w_scale,
+                                            const float* up_scale, int rows, int k_tiles, i64 x_scale_row, i64 x_scale_k,
+                                            i64 w_scale_k) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int k = 0; k < k_tiles; ++k) {
+    ring.wait_empty();
+    float* stage = scales + ring.stage * kStageScales;
+#pragma unroll
+    for (int i = 0; i < kHalves; ++i) {
+      const int row = lane + i * 32;
+      ptx::cp_async<4>(stage + row, x_scale + min(row, rows - 1) * x_scale_row + k * x_scale_k);
+    }
+    if (lane < kWeights) ptx::cp_async<4>(stage + kRows + lane, (lane == 0 ? w_scale : up_scale) + k * w_scale_k);
+    ptx::cp_async_mbarrier_arrive_noinc(ring.full + ring.stage);
+    ring.advance();
+  }
+}
 
 // Waits for the ring's stage and starts its products, alone in `part`.
 __device__ __forceinline__ void start_products(Part& part, Ring& ring, u64 x_at, u64 w_at) {
@@ -269,10 +287,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int tile = block; tile < tiles; tile += blocks) {
         const int row = tile % tiles_m * kOwnRows, group = tile / tiles_m;
         const float* w = w_scale + group * w_scale_n + first_k * w_scale_k;
-        Scales{x_scale + row * x_scale_row + first_k * x_scale_k, w, w + tiles_n * w_scale_n, x_scale_row, x_scale_k, w_scale_k}
-            .copy(scales, ring, rows - row, k_tiles);
+        copy_scales(scales, ring, x_scale + row * x_scale_row + first_k * x_scale_k, w, w + tiles_n * w_scale_n, rows - row,
+                    k_tiles, x_scale_row, x_scale_k, w_scale_k);
       }
-      Scales::drain(ring);
+#pragma unroll 1
+      for (int i = 0; i < kStages; ++i) {  // its copies have landed when what they brought has been read
+        ring.wait_empty();
+        ring.advance();
+      }
     }
     if (kRowFactors && rank < Sent::kOwners && threadIdx.x / 32 == 2) {
       ptx::griddepcontrol_wait();
@@ -348,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Ring done = ring;  // one stage behind
     float factors[kWeights][kHalves];  // of its rows
     const auto load_factors = [&] {
-      const float* stage = scales + done.stage * Scales::kStage;
+      const float* stage = scales + done.stage * kStageScales;
 #pragma unroll
       for (int i = 0; i < kWeights; ++i) {
 #pragma unroll

@@ -14,7 +14,7 @@
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
-#include "gemm/hopper/row_slabs.cuh"
+#include "gemm/hopper/row_parts.cuh"
 #include "ptx/cp_async.cuh"
 
 namespace cki::gemm {
