@@ -29,7 +29,7 @@ _PARAMS = "TT" + "P" * 9 + "iii" + "f" + "q" * 4 + "P" * 7 + "q" * 7 + "i" * 4 +
 _EMBED_PARAMS = "PPPPPPP" + "iiq"
 _MODES = {"project": 0, "gates": 1, "stream": 2, "heads": 3}
 #: Stages that a block has not asked for when the launch behind may begin (an H200).
-_LEFT = {"project": 4, "gates": 4, "stream": 4, "heads": 4}
+_LEFT = 4
 #: Warps of a block of `embed_codes`.
 _EMBED_WARPS = 2
 #: Rows and columns of a tile; neighbours with one scale.
@@ -81,15 +81,11 @@ class Heads(NamedTuple):
         """Every reason why a product of so many rows and columns does not end so."""
         found = [] if rows <= ROWS else [f"{rows} rows of heads, not up to {ROWS}"]
         for cache in self.caches:
-            if (
-                cache.dtype != dtypes.bf16
-                or cache.shape[3] != BLOCK
-                or cache.strides[3] != 1
-                or any(s % 2 for s in cache.strides[:3])
-            ):
-                found.append("a cache is not of bf16 rows of 128 whose elements are neighbours")
+            dense_rows = cache.strides[3] == 1 and not any(stride % 4 for stride in cache.strides[:3])
+            if cache.dtype != dtypes.bf16 or cache.shape[3] != BLOCK or not dense_rows:
+                found.append("a cache is not of dense bf16 rows of 128")
         if columns % BLOCK or columns // BLOCK <= 2 * self.caches[0].shape[2]:
-            found.append(f"{columns} columns are no heads of queries, keys and values")
+            found.append(f"{columns} columns are not heads of queries, keys and values")
         if self.slots.dtype != dtypes.i64 or self.positions.dtype != dtypes.i32:
             found.append("slots are not i64, or positions not i32")
         return found
@@ -154,7 +150,6 @@ def plan_few_rows_fp8(
         bias=bias is not None,
         activation=activation,
         heads=heads,
-        left=_LEFT[mode],
         one_tile=one_tile,
     )
     null = NullPointer()
@@ -197,12 +192,11 @@ def few_rows_kernel(
     bias: bool = False,
     activation: str | None = None,
     heads: Heads | None = None,
-    left: int = 4,
     one_tile: bool = True,
 ) -> KernelSpec:
     """The kernel of one configuration.
 
-    norm: x has squares.  rows_x: of its codes that are brought.  left: see `_LEFT`.  one_tile: a block has one at most.
+    norm: x has squares.  rows_x: of its codes that are brought.  one_tile: a block has one at most.
     """
     stages, shared = _memory(mode, split, rows_x, one_tile, two_parts)
     producer, consumer = _REGISTER_SHARES
@@ -214,7 +208,7 @@ def few_rows_kernel(
         kHasBias=bias, kActivation=ACTIVATIONS[activation], kProducerRegisters=producer, kConsumerRegisters=consumer,
         kSharedBytes=shared,
         kNormHeads=heads is not None and heads.norms is not None,
-        kBlockShift=block_size.bit_length() - 1 if is_power else -1, kLeft=left,
+        kBlockShift=block_size.bit_length() - 1 if is_power else -1, kLeft=_LEFT,
         kOneTile=one_tile,
     )  # fmt: skip
 

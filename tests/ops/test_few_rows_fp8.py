@@ -264,9 +264,14 @@ def test_embed_codes(hopper, rows, columns, parts):  # noqa: F811
 
 
 def test_what_it_does_not_take():
-    """Other GPUs, and columns that are no whole blocks."""
+    """Other GPUs, columns that are no whole blocks, caches and positions of other types."""
     x = Codes(dense("x", (64, 256), dtypes.e4m3), dense("x_scale", (64, 2), dtypes.f32))
     w, w_scale = dense("w", (2 * 192, 256), dtypes.e4m3), dense("w_scale", (3, 2), dtypes.f32)
     to = Codes(dense("out", (64, 192), dtypes.e4m3), dense("scale_out", (64, 2), dtypes.f32))
     with pytest.raises(UnsupportedError, match="sm_90a(.|\n)*whole blocks"):
         plan_few_rows_fp8(x, w, w_scale, sim_device("sm_80"), to=to)
+    cache, index = dense("k_cache", (9, 16, 1, 128), dtypes.f16), dense("slots", (64,), dtypes.i64)
+    heads = Heads((cache, cache), index, index, dense("table", (9, 128), dtypes.f32))
+    y = dense("y", (64, 384), dtypes.bf16)
+    with pytest.raises(UnsupportedError, match="dense bf16 rows(.|\n)*positions not i32"):
+        plan_few_rows_fp8(x, w, w_scale, sim_device("sm_90a"), y=y, heads=heads)
