@@ -77,6 +77,10 @@ class SkinnyTile:
     ahead: int = 0
     left: int = -1
     own_rings: bool = False
+    refill: bool = False
+    behind: int = 0
+    fetch: int = 0
+    rows_x: int = 0
 
     @property
     def threads(self) -> int:
@@ -94,6 +98,8 @@ class SkinnyTile:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
         kind = ("own" if self.own_rings else "") + ("" if self.programmatic else "serial")
         early = (f"a{self.ahead}" if self.ahead else "") + (f"l{self.left}" if self.left >= 0 else "")
+        early += ("r" if self.refill else "") + (f"b{self.behind}" if self.behind else "")
+        early += (f"f{self.fetch}" if self.fetch else "") + (f"x{self.rows_x}" if self.rows_x else "")
         return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{early}"
 
 

@@ -56,6 +56,7 @@ constexpr int kTilesM = kBlockM / 16;  // m16n8 products of a warp
 constexpr int kTilesN = kBlockN / kWarpsN / 8;
 constexpr int kRings = kOwnRings ? kWarpsK : 1;
 constexpr int kCopiers = kOwnRings ? 32 : kThreads;
+constexpr int kLead = kRefill ? kStages : kStages - 1;  // stages under way
 constexpr int kSteps = gemm::kStepsPerStage / (kOwnRings ? 1 : kWarpsK);  // of a stage, for a warp
 constexpr int kStageK = gemm::kTileRowBytes / static_cast<int>(sizeof(Element));
 constexpr int kStageBytes = (kBlockM + kBlockN) * gemm::kTileRowBytes;
@@ -116,6 +117,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0)>(w, w_stride, k, k_end, first_column, columns);
     }
     ptx::griddepcontrol_wait();
+    if constexpr (kCopyBytesW == 16 && kStagesBehind > 0) {
+      const int k = (first_tile + kStagesAhead) * kStageK;
+      const int k_end = min(depth, (first_tile + min(block_tiles, kStagesAhead + kStagesBehind)) * kStageK);
+      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, true>(w, w_stride, k, k_end, first_column, columns);
+    }
   }
 
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -128,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
   const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
-  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kCopiers, Element> whole(
+  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kCopiers, kFetch, Element> whole(
       w + (kWeightAlongN ? first_k * w_stride + first_column : first_column * w_stride + first_k), w_stride,
       kRings * (kWeightAlongN ? kStageK * w_stride : kStageK));
   const bool whole_columns = kCopyBytesW == 16 && first_column + kBlockN <= columns;
@@ -144,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           kWeightAlongN ? depth : columns, kWeightAlongN ? first_column : k, kWeightAlongN ? columns : depth);
     }
     whole.advance();
-    gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kCopiers>(
+    gemm::copy_tile<kRowsX, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kCopiers>(
         x_tile, x, x_rows, kUnitStrideX ? 1 : x_column_stride, first_row, rows, k, depth);
   };
 
@@ -159,9 +165,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   int slot = 0;       // of the stage that is read
   int next_slot = 0;  // of the one that is filled
 #pragma unroll 1
-  for (int tile = 1 - kStages; tile < tiles; ++tile) {
+  for (int tile = -kLead; tile < tiles; ++tile) {
+    const auto fill = [&] {
+      if (tile + kLead < tiles) load_stage(tile + kLead, next_slot);
+      if constexpr (kProgrammatic && kLeft >= 0) {
+        if (tile + kLead + 1 == max(tiles - kLeft, 1)) ptx::griddepcontrol_launch_dependents();
+      }
+      ptx::cp_async_commit_group();
+      next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
+    };
     if (tile >= 0) {
-      ptx::cp_async_wait_group<kStages - 2>();
+      ptx::cp_async_wait_group<kLead - 1>();
       // Stage `tile` is there for all, and nobody reads the stage that is filled next.
       if constexpr (kOwnRings) {
         __syncwarp();
@@ -169,13 +183,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         __syncthreads();
       }
     }
-    if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1, next_slot);
-    if constexpr (kProgrammatic && kLeft >= 0) {
-      if (tile + kStages == max(tiles - kLeft, 1)) ptx::griddepcontrol_launch_dependents();
+    if constexpr (!kRefill) fill();
+    if (tile < 0) {
+      if constexpr (kRefill) fill();
+      continue;
     }
-    ptx::cp_async_commit_group();
-    next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
-    if (tile < 0) continue;
     const unsigned char* x_tile = memory + slot * kStageBytes;
     const unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
     slot = slot + 1 < kStages ? slot + 1 : 0;
@@ -192,6 +204,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     } else {
       add_stage(sum, x_tile, w_tile, kOwnRings ? 0 : warp_k * kSteps, warp_column);
+    }
+    if constexpr (kRefill) {
+      __syncwarp();
+      fill();
     }
   }
 
