@@ -56,7 +56,8 @@ class HopperTile:
     fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
     pairs: GELU of an f16 result in pairs, in half of the instructions, less exact in its tail (`gelu_pair` of
         cuda_src/gemm/activation.cuh).
-    spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
+    spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers.
+    narrow: columns of tiles that come last, narrower than the others: see `narrow_from`."""
 
     block_m: int
     block_n: int
@@ -72,6 +73,7 @@ class HopperTile:
     left: int = -1
     rows_x: int = 0
     pairs: bool = False
+    narrow: int = 0
 
     @property
     def shares_columns(self) -> bool:
@@ -129,7 +131,7 @@ class HopperTile:
             f"a{self.ahead}" if self.ahead else "", f"l{self.left}" if self.left >= 0 else "",
             f"x{self.rows_x}" if self.rows_x else "",
             "" if self.programmatic else "serial", "pairs" if self.pairs else "",
-            "spare" if self.spare_warps else "",
+            "spare" if self.spare_warps else "", f"n{self.narrow}" if self.narrow else "",
         )  # fmt: skip
         return "".join(words)
 
@@ -179,6 +181,25 @@ def wide_fits(activation: str | None, *, residual: bool, fetched: bool, norms: b
     fetched: TMA brings the residual.  norms: rows are normalised, or their statistics stored.
     """
     return not norms and (not residual or (fetched and activation is None))
+
+
+def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -> tuple[int, float]:
+    """From which column on tiles should be narrower, so that no block has much more to multiply than others, and what the
+    busiest has, in tiles of block_m x 128.  Wide tiles are dealt out to the blocks in turn, then the narrow ones."""
+    down, blocks = -(-rows // tile.block_m), max(device.sm_count, 1)
+    wide_work, narrow_work = tile.block_n / 128, tile.narrow / 128
+
+    def busiest(across: int) -> float:
+        wide = down * across
+        every = wide + down * -(-(columns - across * tile.block_n) // tile.narrow)
+        work = []
+        for block in {0, *(count % blocks for count in (wide - 1, wide, every - 1, every))}:
+            own_wide, own = (max(0, -(-(count - block) // blocks)) for count in (wide, every))
+            work.append(own_wide * wide_work + (own - own_wide) * narrow_work)
+        return max(work)
+
+    _, across = min((busiest(across), -across) for across in range(1, columns // tile.block_n + 1))
+    return -across * tile.block_n, busiest(-across)
 
 
 def tile_count(tile: HopperTile, rows: int, columns: int) -> int:
