@@ -226,6 +226,8 @@ _FINISH_US = {"": (0.0, 0.32), "activation": (1.44, 0.59), "residual": (0.42, 0.
 _SPARE_ROUNDS = 4
 # Bytes of a weight from which on memory bounds a product of few rows.
 _HEAVY_BYTES = 24 << 20
+# Rows of x that blocks copy which have no more, and stages of K up to which launches are short.
+_COPIED_ROWS, _SHORT_STAGES = (32, 48, 64), 128
 # Of the sum over a cluster's blocks.
 _EXCHANGE_US = 2.6
 
@@ -284,12 +286,13 @@ def preferred_hopper_tile(
     tile = choose_hopper_tile(
         rows, columns, depth, device, activation=activation, residual=residual, among=among
     )
-    if 48 < rows <= 64 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES:
-        tile = _heavy_tile(columns, device)
+    if 16 < rows <= 64 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES:
+        tile = _heavy_tile(rows, columns, depth, device)
     elif tile.split > 1:
         tile = replace(tile, stages=_SPLIT_STAGES)
-    if may_be_wide and _is_better_wide(tile, rows, columns, depth, device):
-        tile = WIDE_TILES[0 if residual else 1]
+    wide = _wide_tile(tile, rows, columns, depth, device, residual=residual) if may_be_wide else None
+    if wide is not None:
+        tile = wide
     elif residual and (tile.split, tile.consumers) == (1, 2):
         shape = (tile.block_m, tile.block_n, tile.ping_pong)
         fetching = next((t for t in FETCHING_TILES if shape == (t.block_m, t.block_n, t.ping_pong)), tile)
@@ -314,27 +317,39 @@ def _shares_weight(tile: HopperTile, rows: int, columns: int, device: DeviceInfo
     return is_usual and pairs and tile_count(tile, rows, columns) >= 2 * device.sm_count
 
 
-def _is_better_wide(tile: HopperTile, rows: int, columns: int, depth: int, device: DeviceInfo) -> bool:
-    """Whether a finish that costs is better off in a tile half as wide again: where its rounds take hardly longer."""
-    wide, sms = WIDE_TILES[0], max(device.sm_count, 1)
+def _wide_tile(
+    tile: HopperTile, rows: int, columns: int, depth: int, device: DeviceInfo, *, residual: bool
+) -> HopperTile | None:
+    """Tiles half as wide again where a finish that costs is better off in them: where its rounds take hardly longer,
+    narrower ones at the end included.  None elsewhere."""
+    wide = replace(WIDE_TILES[0 if residual else 1], narrow=tile.block_n)
     if not tile.ping_pong or (tile.block_m, tile.block_n) != (128, 128) or _stages(depth) > _WIDE_STAGES:
-        return False
-    rounds, wide_rounds = (-(-tile_count(t, rows, columns) // sms) for t in (tile, wide))
-    return wide_rounds * wide.block_n / tile.block_n <= _WIDE_ROUNDS * rounds
+        return None
+    if columns < wide.block_n:
+        return None
+    rounds = -(-tile_count(tile, rows, columns) // max(device.sm_count, 1))
+    column, busiest = narrow_from(wide, rows, columns, device)
+    if busiest > _WIDE_ROUNDS * rounds:
+        return None
+    return wide if column < columns else replace(wide, narrow=0)
 
 
-def _heavy_tile(columns: int, device: DeviceInfo) -> HopperTile:
-    """Of up to 64 rows by a weight that memory gives, which the model above does not know: as measured.
+def _heavy_tile(rows: int, columns: int, depth: int, device: DeviceInfo) -> HopperTile:
+    """Of 17 to 64 rows by a weight that memory gives, which the model above does not know: as measured.
 
-    Two launches of the tile should fit the GPU side by side, so that one begins while the other ends: when few of its
-    copies are left, so that memory always has something to do.
+    An SM takes in 110 KB of x and weight a microsecond, so rows that are not there are not copied, and 64 SMs hardly keep
+    up with memory.  But two launches then lie side by side: the next one's blocks wait where this one's are not.  Short
+    ones let it begin 8 copies before their end, when memory soon has nothing else to do; longer ones, whose blocks end
+    at different times, at once.  Later, blocks may crowd onto the SMs where some have ended.
     """
+    rows_x = next(count for count in _COPIED_ROWS if rows <= count) % 64
     across = -(-columns // 64)
     if 2 * across <= device.sm_count:
-        return HopperTile(64, 128, 8, split=2, left=4)
+        ahead, left = (4, 8) if _stages(depth) <= _SHORT_STAGES else (0, -1)
+        return HopperTile(64, 64, 12, consumers=1, ahead=ahead, left=left, rows_x=rows_x)
     if across <= device.sm_count:
-        return HopperTile(64, 128, 8, True, left=4)
-    return replace(SMALL_TILES[0], ahead=4, left=0)
+        return HopperTile(64, 128, 8, consumers=1, rows_x=rows_x)
+    return replace(SMALL_TILES[0], ahead=4, left=0, rows_x=rows_x)
 
 
 def beats_generic(

@@ -78,9 +78,7 @@ class SkinnyTile:
     left: int = -1
     own_rings: bool = False
     refill: bool = False
-    behind: int = 0
-    fetch: int = 0
-    rows_x: int = 0
+    spread: bool = False
 
     @property
     def threads(self) -> int:
@@ -91,15 +89,14 @@ class SkinnyTile:
         """Bytes of dynamic shared memory: the ring, and the parts of the sums in its place."""
         rings = self.warps_k if self.own_rings else 1
         ring = rings * self.stages * (self.block_m + self.block_n) * STAGE_ROW_BYTES
-        parts = self.warps_k * self.block_m * (self.block_n + 8) * 4
+        parts = self.warps_k * self.block_m * (-(-self.block_n // 32) * 32 + 8) * 4
         return max(ring, parts)
 
     def __str__(self) -> str:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
         kind = ("own" if self.own_rings else "") + ("" if self.programmatic else "serial")
         early = (f"a{self.ahead}" if self.ahead else "") + (f"l{self.left}" if self.left >= 0 else "")
-        early += ("r" if self.refill else "") + (f"b{self.behind}" if self.behind else "")
-        early += (f"f{self.fetch}" if self.fetch else "") + (f"x{self.rows_x}" if self.rows_x else "")
+        early += ("r" if self.refill else "") + ("S" if self.spread else "")
         return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{early}"
 
 

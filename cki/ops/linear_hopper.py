@@ -396,6 +396,8 @@ def representative_specs() -> list[KernelSpec]:
         ),
         hopper_kernel(bf16, WIDE_TILES[0], residual=True, fetches=True),
         hopper_kernel(f16, WIDE_TILES[1], bias=f32, activation="gelu", along_n=False),
+        hopper_kernel(bf16, replace(WIDE_TILES[0], narrow=128), bias=bf16, residual=True, fetches=True, along_n=False),
+        hopper_kernel(f16, replace(WIDE_TILES[1], narrow=128), bias=f32, activation="gelu"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", pairs=True),
         hopper_kernel(f16, HopperTile(128, 128, 6, True, sharers=2, spare_warps=True), bias=f32, activation="gelu",
                       norm="layer", along_n=False, pairs=True),

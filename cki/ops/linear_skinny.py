@@ -139,7 +139,7 @@ def skinny_kernel(
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kWarpsN=tile.warps_n,
         kWarpsK=tile.warps_k, kStages=tile.stages, kOwnRings=tile.own_rings, kMinBlocks=min_blocks, kSplit=tile.split,
         kProgrammatic=programmatic, kStagesAhead=tile.ahead or tile.stages - 1, kLeft=tile.left,
-        kRefill=tile.refill, kStagesBehind=tile.behind, kFetch=tile.fetch, kRowsX=tile.rows_x or tile.block_m,
+        kRefill=tile.refill, kSpread=tile.spread,
         kCopyBytesX=copy_x, kCopyBytesW=copy_w,
         kUnitStrideX=unit_x, kUnitStrideW=access.column_stride == 1, kWeightAlongN=access.along_n, kRowAxes=row_axes,
         kVectorY=2 if pair_y else 1, kVectorResidual=2 if residual and pair_residual else 1,

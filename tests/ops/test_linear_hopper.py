@@ -262,6 +262,27 @@ def test_wide_tiles(device, tile, layout):
     check(device, tile, x, w, bias, weight_layout=layout, **options)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tile", WIDE_TILES, ids=str)
+@pytest.mark.parametrize(("rows", "columns", "sm_count"), [(200, 704, 2), (130, 360, 3), (300, 576, 2), (129, 392, 1)])
+def test_narrower_tiles_come_last(device, tile, layout, rows, columns, sm_count):
+    """Some of each, one of either, none of them narrow; columns and rows that no tile ends with."""
+    narrow, depth = dataclasses.replace(tile, narrow=128), 136
+    x, w, bias = normal((rows, depth), BF16, 1), weight(depth, columns, BF16, layout), normal((columns,), BF16, 3)
+    options = {"residual": normal((rows, columns), BF16, 4)} if tile.fetches else {"activation": "gelu"}
+    with every_check(device, 0):
+        given = {name: device.array(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
+        got, same = (
+            device.numpy(hopper(
+                one, device.array(x), device.array(w), device.array(bias), weight_layout=layout, sm_count=sm_count, **given
+            ))
+            for one in (narrow, tile)
+        )  # fmt: skip
+    options["weight_layout"] = layout
+    assert_close(got, reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
+    assert np.array_equal(got, same)
+
+
 @SMALL
 def test_same_bits_whatever_the_tile(device, tile):
     x, w = normal((150, 136), F16, 1), weight(136, 80, F16, "in_out")

@@ -114,14 +114,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if constexpr (kProgrammatic) {
     if constexpr (kCopyBytesW == 16) {
       const int k = first_tile * kStageK, k_end = min(depth, k + min(block_tiles, kStagesAhead) * kStageK);
-      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0)>(w, w_stride, k, k_end, first_column, columns);
+      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0), kSpread>(w, w_stride, k, k_end, first_column, columns);
     }
     ptx::griddepcontrol_wait();
-    if constexpr (kCopyBytesW == 16 && kStagesBehind > 0) {
-      const int k = (first_tile + kStagesAhead) * kStageK;
-      const int k_end = min(depth, (first_tile + min(block_tiles, kStagesAhead + kStagesBehind)) * kStageK);
-      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, true>(w, w_stride, k, k_end, first_column, columns);
-    }
   }
 
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -134,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   const Rows x_rows = {{x_stride0, x_stride1, x_stride2}, extent1, extent2};
   const WeightRows w_rows = {{0, 0, w_stride}, 1, 1};
-  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kCopiers, kFetch, Element> whole(
+  gemm::WholeStages<Weight::kRows, Weight::kChunks, Weight::kSwizzle, kCopiers, Element> whole(
       w + (kWeightAlongN ? first_k * w_stride + first_column : first_column * w_stride + first_k), w_stride,
       kRings * (kWeightAlongN ? kStageK * w_stride : kStageK));
   const bool whole_columns = kCopyBytesW == 16 && first_column + kBlockN <= columns;
@@ -150,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           kWeightAlongN ? depth : columns, kWeightAlongN ? first_column : k, kWeightAlongN ? columns : depth);
     }
     whole.advance();
-    gemm::copy_tile<kRowsX, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kCopiers>(
+    gemm::copy_tile<kBlockM, gemm::kTileRowBytes / 16, kCopyBytesX, gemm::Swizzle::kRows8, kCopiers>(
         x_tile, x, x_rows, kUnitStrideX ? 1 : x_column_stride, first_row, rows, k, depth);
   };
 

@@ -11,9 +11,8 @@
 
 namespace cki::gemm {
 
-// Tiles of kRows rows of kChunks chunks, shared out over the threads as copy_tile does: the block's, or a warp's. kFetch: what L2
-// may fetch around a piece (ptx/cp_async.cuh).
-template <int kRows, int kChunks, Swizzle kSwizzle, int kThreads, int kFetch, class Element>
+// Tiles of kRows rows of kChunks chunks, shared out over the threads as copy_tile does: the block's, or a warp's.
+template <int kRows, int kChunks, Swizzle kSwizzle, int kThreads, class Element>
 class WholeStages {
  public:
   // first: the first stage's first element.  row_stride, stage_step: elements from a row to the next, to the next stage.
@@ -31,7 +30,7 @@ class WholeStages {
     const Element* from = source_;
 #pragma unroll
     for (int i = 0; i < kRows / kRowStep; ++i) {
-      ptx::cp_async<16, kFetch>(tile + (kAlternate && i % 2 != 0 ? next_target_ : target_) + i * kRowBytes, from);
+      ptx::cp_async<16>(tile + (kAlternate && i % 2 != 0 ? next_target_ : target_) + i * kRowBytes, from);
       from += rows_step_;
     }
   }
