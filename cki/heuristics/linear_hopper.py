@@ -184,8 +184,8 @@ def wide_fits(activation: str | None, *, residual: bool, fetched: bool, norms: b
 
 
 def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -> tuple[int, float]:
-    """From which column on tiles should be narrower, so that no block has much more to multiply than others, and what the
-    busiest has, in tiles of block_m x 128.  Wide tiles are dealt out to the blocks in turn, then the narrow ones."""
+    """From which column on tiles should be narrower, so that no block has much more to multiply than others, and what
+    the busiest has, in tiles of block_m x 128.  Blocks get wide tiles in turn, then narrow ones."""
     down, blocks = -(-rows // tile.block_m), max(device.sm_count, 1)
     wide_work, narrow_work = tile.block_n / 128, tile.narrow / 128
 
@@ -200,6 +200,12 @@ def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -
 
     _, across = min((busiest(across), -across) for across in range(1, columns // tile.block_n + 1))
     return -across * tile.block_n, busiest(-across)
+
+
+def wide_rounds(activation: str | None, *, residual: bool) -> int | None:
+    """Rounds of tiles from which on a finish is better off in tiles half as wide again; None: never.  As measured:
+    what costs most gains in the fewest, for the last finish, which nothing hides, is half as long again."""
+    return 8 if residual else {"gelu": 8, "gelu_tanh": 12, "silu": 16}.get(activation or "")
 
 
 def tile_count(tile: HopperTile, rows: int, columns: int) -> int:
@@ -227,7 +233,7 @@ _SPARE_ROUNDS = 4
 # Bytes of a weight from which on memory bounds a product of few rows.
 _HEAVY_BYTES = 24 << 20
 # Rows of x that blocks copy which have no more, and stages of K up to which launches are short.
-_COPIED_ROWS, _SHORT_STAGES = (32, 48, 64), 128
+_COPIED_ROWS, _SHORT_STAGES = (32, 48, 64, 80, 96, 112, 128), 64
 # Of the sum over a cluster's blocks.
 _EXCHANGE_US = 2.6
 
@@ -268,14 +274,14 @@ def choose_hopper_tile(
 
 def preferred_hopper_tile(
     rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False,
-    gated: bool = False, norm: str | None = None, may_be_wide: bool = False,
+    gated: bool = False, norm: str | None = None, wide_from: int | None = None,
 ) -> HopperTile | None:  # fmt: skip
     """The tile when the kernel is the better choice for a product of 16-bit elements that asks for none; else None.
 
     It must be so for a launch that follows no other too: small products keep the generic kernel.
     gated: columns are gates and ups, of which every consumer needs whole 64.
     norm: "layer", "rms" or "residual": what is normalised on the way, see `norm_fits`.
-    may_be_wide: the finish is one for which tiles half as wide again may be better: GELU, or a residual by TMA.
+    wide_from: rounds of tiles from which on those half as wide again are better, if they can be taken: `wide_rounds`.
     """
     among = [
         tile
@@ -286,11 +292,17 @@ def preferred_hopper_tile(
     tile = choose_hopper_tile(
         rows, columns, depth, device, activation=activation, residual=residual, among=among
     )
-    if 16 < rows <= 64 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES:
+    is_heavy = 16 < rows <= 128 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES
+    if is_heavy and rows <= 64:
         tile = _heavy_tile(rows, columns, depth, device)
     elif tile.split > 1:
         tile = replace(tile, stages=_SPLIT_STAGES)
-    wide = _wide_tile(tile, rows, columns, depth, device, residual=residual) if may_be_wide else None
+    if is_heavy and 64 < rows <= tile.block_m:
+        rows_x = next(count for count in _COPIED_ROWS if rows <= count)
+        tile = replace(tile, rows_x=0 if rows_x == tile.block_m else rows_x)
+    wide = None
+    if wide_from is not None:
+        wide = _wide_tile(tile, rows, columns, depth, device, residual=residual, least_rounds=wide_from)
     if wide is not None:
         tile = wide
     elif residual and (tile.split, tile.consumers) == (1, 2):
@@ -318,7 +330,7 @@ def _shares_weight(tile: HopperTile, rows: int, columns: int, device: DeviceInfo
 
 
 def _wide_tile(
-    tile: HopperTile, rows: int, columns: int, depth: int, device: DeviceInfo, *, residual: bool
+    tile: HopperTile, rows: int, columns: int, depth: int, device: DeviceInfo, *, residual: bool, least_rounds: int
 ) -> HopperTile | None:
     """Tiles half as wide again where a finish that costs is better off in them: where its rounds take hardly longer,
     narrower ones at the end included.  None elsewhere."""
@@ -329,7 +341,7 @@ def _wide_tile(
         return None
     rounds = -(-tile_count(tile, rows, columns) // max(device.sm_count, 1))
     column, busiest = narrow_from(wide, rows, columns, device)
-    if busiest > _WIDE_ROUNDS * rounds:
+    if rounds < least_rounds or busiest > _WIDE_ROUNDS * rounds:
         return None
     return wide if column < columns else replace(wide, narrow=0)
 
@@ -337,19 +349,23 @@ def _wide_tile(
 def _heavy_tile(rows: int, columns: int, depth: int, device: DeviceInfo) -> HopperTile:
     """Of 17 to 64 rows by a weight that memory gives, which the model above does not know: as measured.
 
-    An SM takes in 110 KB of x and weight a microsecond, so rows that are not there are not copied, and 64 SMs hardly keep
-    up with memory.  But two launches then lie side by side: the next one's blocks wait where this one's are not.  Short
-    ones let it begin 8 copies before their end, when memory soon has nothing else to do; longer ones, whose blocks end
-    at different times, at once.  Later, blocks may crowd onto the SMs where some have ended.
+    An SM takes in 110 KB of x and weight a microsecond, so rows that are not there are not copied, and 64 SMs hardly
+    keep up with memory.  But two launches then lie side by side: the next one's blocks wait where this one's are not.
+    Short ones let it begin 8 copies before their end, when memory soon has nothing else to do; longer ones, whose
+    blocks end at different times, at once.  Later, blocks may crowd onto the SMs where some have ended.
     """
     rows_x = next(count for count in _COPIED_ROWS if rows <= count) % 64
-    across = -(-columns // 64)
+    across, stages = -(-columns // 64), _stages(depth)
+    if 4 * across <= device.sm_count:
+        ahead, left = (4, 4) if stages <= 2 * _SHORT_STAGES else (0, -1)
+        return HopperTile(64, 64, 12, split=2, consumers=1, ahead=ahead, left=left, rows_x=rows_x)
     if 2 * across <= device.sm_count:
-        ahead, left = (4, 8) if _stages(depth) <= _SHORT_STAGES else (0, -1)
-        return HopperTile(64, 64, 12, consumers=1, ahead=ahead, left=left, rows_x=rows_x)
+        left = 8 if 2 * stages <= 3 * _SHORT_STAGES else -1
+        return HopperTile(64, 64, 12, consumers=1, left=left, rows_x=rows_x)
     if across <= device.sm_count:
-        return HopperTile(64, 128, 8, consumers=1, rows_x=rows_x)
-    return replace(SMALL_TILES[0], ahead=4, left=0, rows_x=rows_x)
+        ahead, left = (4, 8) if stages <= _SHORT_STAGES else (0, -1)
+        return HopperTile(64, 128, 8, consumers=1, ahead=ahead, left=left, rows_x=rows_x)
+    return replace(SMALL_TILES[0], ahead=2, left=0, rows_x=rows_x)
 
 
 def beats_generic(

@@ -108,9 +108,12 @@ def _with_splits(
 
 #: Of weights [N, K] alone: along N its launches take up to 40 % longer when the next begins as late as it should.
 ALONG_K_TILE = SkinnyTile(16, 64, 1, 4, 7, 2)
+#: Of weights [N, K] alone, too: for few columns two blocks an SM; for as many as make a block for nearly each, one.
+NARROW_TILE = SkinnyTile(16, 32, 1, 4, 4, own_rings=True, refill=True)
+FULL_TILE = SkinnyTile(16, 48, 1, 5, 3, own_rings=True, refill=True, spread=True)
 #: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
-    ALONG_K_TILE, *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
+    NARROW_TILE, FULL_TILE, ALONG_K_TILE, *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
     *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
     SkinnyTile(32, 64, 2, 2, 4),
@@ -118,8 +121,10 @@ CANDIDATES = (
     SkinnyTile(64, 64, 2, 2, 3),
     SkinnyTile(16, 64, 1, 4, 5, own_rings=True),
 )  # fmt: skip
-#: Stages of a ring of a warp's own, from which on the next launch should begin before the last copies.
-_LONG_RING = 32
+#: Stages of a ring of a warp's own, from which on the next launch should begin before the last copies; of K for narrow tiles.
+_LONG_RING, _SHORT = 32, 96
+#: Part of the SMs that have a block.
+_FILLED = 0.9
 
 
 def fits(tile: SkinnyTile, itemsize: int, device: DeviceInfo, *, along_n: bool) -> bool:
@@ -151,6 +156,12 @@ def side_by_side(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) 
     return 2 * across * down <= blocks_together(tile, device) * max(device.sm_count, 1)
 
 
+def _fills(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> bool:
+    """Whether a launch has a block alone on nearly each SM: the next one's come as they end."""
+    across, down, _ = skinny_blocks(tile, rows, columns)
+    return blocks_together(tile, device) == 1 and _FILLED * device.sm_count <= across * down <= device.sm_count
+
+
 def _launched(
     tile: SkinnyTile, rows: int, columns: int, stages: int, device: DeviceInfo, *, along_n: bool
 ) -> SkinnyTile:
@@ -164,14 +175,24 @@ def _launched(
     14.2, at the end 18); along K those take up to 19 us in some replays, four and four do not.
     stages: along K.
     """
+    if tile.programmatic and tile == FULL_TILE and _fills(tile, rows, columns, device):
+        return replace(tile, ahead=8, left=0)
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
+    if tile == NARROW_TILE:
+        return replace(tile, ahead=8, left=0 if stages <= _SHORT else 4)
     if tile.own_rings:
         return replace(tile, ahead=12, left=4 if stages > _LONG_RING * tile.warps_k else 0)
     across, down, _ = skinny_blocks(tile, rows, columns)
     if across * down <= device.sm_count:
         return replace(tile, ahead=4, left=0)
     return replace(tile, ahead=2, left=2) if along_n else replace(tile, ahead=4, left=4)
+
+
+def _overlaps(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> bool:
+    """Whether the next launch does something while one ends."""
+    full = tile.own_rings and tile.block_n == FULL_TILE.block_n and _fills(tile, rows, columns, device)
+    return full or side_by_side(tile, rows, columns, device)
 
 
 def predicted_time(
@@ -197,7 +218,7 @@ def predicted_time(
     in_sms = own_stages * sum(max(alone, count * share) for count in rounds)
     read = depth * columns * itemsize / _READ_RATE
     copied = blocks * own_stages * (tile.block_n + min(rows, tile.block_m)) * STAGE_ROW_BYTES / _L2_RATE
-    overlapped = tile.programmatic and side_by_side(tile, rows, columns, device)
+    overlapped = tile.programmatic and _overlaps(tile, rows, columns, device)
     edge = _OVERLAPPED_EDGE_US if overlapped else _EDGE_US
     if tile.split > 1:
         edge += _EXCHANGE_US + min(rows, tile.block_m) * tile.block_n * _EXCHANGE_SUM_US
@@ -221,7 +242,7 @@ def choose_skinny_tile(
         for tile in among
         if fits(tile, itemsize, device, along_n=along_n)
         and not (tile == ALONG_K_TILE and along_n)
-        and not (tile.own_rings and (itemsize > 2 or not side_by_side(tile, rows, columns, device)))
+        and not (tile.own_rings and (itemsize > 2 or not _overlaps(tile, rows, columns, device)))
     ]
     lowest = min((tile.block_m for tile in found if tile.block_m >= rows), default=MAX_ROWS)
     found = [tile for tile in found if tile.block_m == lowest]

@@ -30,6 +30,7 @@ from cki.heuristics.linear_hopper import (
     norm_fits,
     preferred_hopper_tile,
     wide_fits,
+    wide_rounds,
 )
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
@@ -115,11 +116,12 @@ def preferred(
         return None
     fetched = residual is not None and stores_by_tma(y) and _is_for_tma(residual, batches)
     norms = gated or norm is not None or statistics
-    may_be_wide = fetched or (residual is None and activation in ("gelu", "gelu_tanh"))
-    may_be_wide &= wide_fits(activation, residual=residual is not None, fetched=fetched, norms=norms)
+    wide_from = None
+    if wide_fits(activation, residual=residual is not None, fetched=fetched, norms=norms):
+        wide_from = wide_rounds(activation, residual=fetched)
     return preferred_hopper_tile(
         batches[0].rows, columns, x.shape[-1], device, activation=activation is not None,
-        residual=residual is not None, gated=gated, norm=norm, may_be_wide=may_be_wide,
+        residual=residual is not None, gated=gated, norm=norm, wide_from=wide_from,
     )  # fmt: skip
 
 
@@ -222,7 +224,9 @@ def plan_linear_hopper(
     if tile.accumulators > 128 and not fits:
         obstacles.append(f"tiles {tile}: no registers for norms, nor for a residual but by TMA and alone")
     if tile.narrow and (norms or gates is not None or not tile.ping_pong or y.shape[-1] < tile.block_n):
-        obstacles.append(f"tiles {tile}: narrower ones of consumers in turn, behind wide ones, without norms and gates")
+        obstacles.append(
+            f"tiles {tile}: narrower ones of consumers in turn, behind wide ones, without norms and gates"
+        )
     if gates is not None:
         obstacles += _halves_obstacles(y, access)
     if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
@@ -281,7 +285,9 @@ def plan_linear_hopper(
     if tile.split > 1:  # its blocks have one tile
         blocks = tiles * tile.split
     else:
-        clusters = tiles if tile.narrow else -(-rows // (tile.block_m * tile.sharers)) * -(-columns // out_columns)
+        clusters = (
+            tiles if tile.narrow else -(-rows // (tile.block_m * tile.sharers)) * -(-columns // out_columns)
+        )
         blocks = tile.sharers * max(1, min(clusters, device.sm_count * tile.blocks_together // tile.sharers))
     reason = (
         f"{rows} x {depth} by {columns}: wgmma and TMA, tiles of {tile.block_m} x {tile.block_n}, "
