@@ -330,7 +330,14 @@ def _shares_weight(tile: HopperTile, rows: int, columns: int, device: DeviceInfo
 
 
 def _wide_tile(
-    tile: HopperTile, rows: int, columns: int, depth: int, device: DeviceInfo, *, residual: bool, least_rounds: int
+    tile: HopperTile,
+    rows: int,
+    columns: int,
+    depth: int,
+    device: DeviceInfo,
+    *,
+    residual: bool,
+    least_rounds: int,
 ) -> HopperTile | None:
     """Tiles half as wide again where a finish that costs is better off in them: where its rounds take hardly longer,
     narrower ones at the end included.  None elsewhere."""

@@ -113,7 +113,8 @@ NARROW_TILE = SkinnyTile(16, 32, 1, 4, 4, own_rings=True, refill=True)
 FULL_TILE = SkinnyTile(16, 48, 1, 5, 3, own_rings=True, refill=True, spread=True)
 #: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
-    NARROW_TILE, FULL_TILE, ALONG_K_TILE, *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
+    NARROW_TILE, FULL_TILE, ALONG_K_TILE,
+    *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
     *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
     SkinnyTile(32, 64, 2, 2, 4),
@@ -121,7 +122,7 @@ CANDIDATES = (
     SkinnyTile(64, 64, 2, 2, 3),
     SkinnyTile(16, 64, 1, 4, 5, own_rings=True),
 )  # fmt: skip
-#: Stages of a ring of a warp's own, from which on the next launch should begin before the last copies; of K for narrow tiles.
+#: Stages from which on the next launch should begin before the last copies: of a warp's ring, of narrow tiles' K.
 _LONG_RING, _SHORT = 32, 96
 #: Part of the SMs that have a block.
 _FILLED = 0.9
@@ -159,7 +160,9 @@ def side_by_side(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) 
 def _fills(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> bool:
     """Whether a launch has a block alone on nearly each SM: the next one's come as they end."""
     across, down, _ = skinny_blocks(tile, rows, columns)
-    return blocks_together(tile, device) == 1 and _FILLED * device.sm_count <= across * down <= device.sm_count
+    return (
+        blocks_together(tile, device) == 1 and _FILLED * device.sm_count <= across * down <= device.sm_count
+    )
 
 
 def _launched(
