@@ -109,7 +109,7 @@ def candidates(shape: Shape, variants: Sequence[str] = ()) -> dict[str, HopperTi
         t
         for t in varied
         if t.shared_memory(dim, dim) * t.blocks_per_sm <= device.shared_memory_per_block
-        and t.weights_ahead <= t.weights_before_values <= t.block_keys // 2
+        and t.weights_ahead(dim, False) <= t.weights_before_values <= t.block_keys // 2
     ]
     others = fitting if variants else tuning_candidates(dim, dim, shape.causal, device)
     return {f"hopper {tiles}": tiles for tiles in (chosen, *others)}

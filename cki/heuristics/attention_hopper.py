@@ -76,12 +76,12 @@ class HopperTiles:
         """Registers a thread at launch: what the compiler may use before setmaxnreg moves them."""
         return min(255, _REGISTER_FILE // (self.threads * self.blocks_per_sm) // 8 * 8)
 
-    @property
-    def weights_ahead(self) -> int:
-        """`ahead`, or its default."""
+    def weights_ahead(self, value_dim: int, has_dropout: bool) -> int:
+        """`ahead`, or its default: fewer where outputs and what is dropped leave few registers."""
         if self.ahead is not None:
             return self.ahead
-        return min(8 if self.consumers == 3 else 16, self.block_keys // 4)
+        is_full = self.consumers == 3 or (has_dropout and value_dim > 192)
+        return min(8 if is_full else 16, self.block_keys // 4)
 
     @property
     def weights_before_values(self) -> int:

@@ -99,6 +99,7 @@ def plan_linear_fp8(
         weights_early=weights_early and tile.block_m < _TILE.block_m, bias=None if bias is None else bias.dtype,
         tma_store=by_tma, pair_y=by_tma or pair_access(y, y_step, (y_stride,)),
         pair_bias=bias is not None and pair_access(bias, bias.strides[0], ()),
+        scales_in_fours=(_in_fours(x_scale, tile.split), _in_fours(w_scale, tile.split)),
     )  # fmt: skip
     x_map = tensor_map(x, depth, rows, x_stride, (BLOCK, tile.block_m))
     w_map = tensor_map(w, depth, columns, w.strides[0], (BLOCK, tile.block_n))
@@ -118,7 +119,7 @@ def plan_linear_fp8(
             bias or NullPointer(), y, rows, columns, depth, *scale_steps, 1 if bias is None else bias.strides[0],
             y_stride, y_step,
         ),
-        smem=tile.shared_memory + tile.stages * _scale_bytes(tile), cluster=(tile.split, 1, 1), programmatic=True,
+        smem=tile.shared_memory, cluster=(tile.split, 1, 1), programmatic=True,
         reason=f"{rows} x {depth} by {columns}: e4m3 wgmma and TMA, {tiles} tiles of "
         f"{tile.block_m} x {tile.block_n}{parts}",
     )  # fmt: skip
@@ -146,14 +147,19 @@ def _few_rows_us(tiles: int, stages: int, split: int, sm_count: int) -> float:
     return launch_us + sum(part * max(stage_us, share_us * blocks) + of_a_tile for blocks in of_blocks)
 
 
-def _scale_bytes(tile: HopperTile) -> int:
-    """Of a stage, behind the layout that other kernels have: a scale a row, one for all columns, and whole 16 bytes."""
-    return (tile.block_m + 4) * 4
-
-
 def _has_row_scales(w: Operand, w_scale: Operand) -> bool:
     """Whether each row of w has one scale for all of K."""
     return w_scale.shape == (w.shape[0], 1) and w.shape[0] > 1
+
+
+def _in_fours(scale: Operand, split: int) -> bool:
+    """Whether four neighbouring stages' scales lie in a unit of 16 bytes, for every row and in each part of K."""
+    return (
+        scale.shape[-1] % (4 * split) == 0
+        and scale.strides[-1] == 1
+        and scale.is_aligned(16)
+        and all(stride % 4 == 0 for stride in scale.strides[:-1])
+    )
 
 
 def _scale_strides(scale: Operand, axis: int) -> tuple[int]:
@@ -184,13 +190,15 @@ def fp8_kernel(
     tma_store: bool = True,
     pair_y: bool = True,
     pair_bias: bool = True,
+    scales_in_fours: tuple[bool, bool] = (True, True),
 ) -> KernelSpec:
-    """The kernel of one configuration.  dtype: of y."""
+    """The kernel of one configuration.  dtype: of y.  scales_in_fours: of x and of w, four stages' in one load."""
     producer, consumer = _REGISTER_SHARES
     return kernel_spec(
         "gemm/hopper/linear_fp8.cu", "linear_fp8", _PARAMS, archs=(_ARCH,), max_registers=LAUNCH_REGISTERS,
         Element=dtype, Bias=bias or dtype, kHasBias=bias is not None, kBlockM=tile.block_m, kBlockN=tile.block_n,
         kStages=tile.stages, kSplit=tile.split, kWeightsEarly=weights_early, kColumnScales=column_scales,
+        kVectorScalesX=scales_in_fours[0], kVectorScalesW=scales_in_fours[1],
         kTmaStore=tma_store, kVectorY=2 if pair_y else 1, kVectorBias=2 if bias is not None and pair_bias else 1,
         kProducerRegisters=producer, kConsumerRegisters=consumer,
     )  # fmt: skip
@@ -256,15 +264,17 @@ LINEAR_FP8 = OpSpec(
 
 
 def representative_specs() -> list[KernelSpec]:
-    """Kernels that stand for all: both ways to store, bias of both types, few rows with K whole and in parts."""
+    """Kernels that stand for all: both ways to store, bias of both types, scales one by one and in fours, few rows with
+    K whole and in parts."""
     parts = replace(_FEW_ROWS_TILE, split=2)
+    odd: dict[str, Any] = {"tma_store": False, "pair_y": False, "pair_bias": False}
     return [
         fp8_kernel(dtypes.bf16, tile=_FEW_ROWS_TILE, weights_early=True),
         fp8_kernel(dtypes.bf16, tile=parts, weights_early=True),
-        fp8_kernel(dtypes.f16, tile=parts, bias=dtypes.f16, tma_store=False, pair_y=False, pair_bias=False),
+        fp8_kernel(dtypes.f16, tile=parts, bias=dtypes.f16, scales_in_fours=(False, True), **odd),
         fp8_kernel(dtypes.bf16, tile=parts, column_scales=True),
         fp8_kernel(dtypes.f16, bias=dtypes.f16, column_scales=True),
         fp8_kernel(dtypes.bf16),
         fp8_kernel(dtypes.f16, bias=dtypes.f32),
-        fp8_kernel(dtypes.bf16, bias=dtypes.bf16, tma_store=False, pair_y=False, pair_bias=False),
+        fp8_kernel(dtypes.bf16, bias=dtypes.bf16, scales_in_fours=(False, False), **odd),
     ]

@@ -331,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int head = min(head_of(row), heads - 1);
     softmax[r].finish(kScaleFirst ? 1.0f : scale);
     float factor = 1.0f;
-    if (sinks != nullptr) factor = softmax[r].take_sink(sinks[head * sinks_stride]);
+    if (sinks != nullptr) factor = softmax[r].take_logit(sinks[head * sinks_stride]);
     factor *= softmax[r].normalizer();
     if constexpr (kDropout) factor *= dropout_factor;
     if (kDescaled && has_descale) factor *= v_descale[batch * v_descale_batch + kv_head * v_descale_head];

@@ -81,8 +81,9 @@ struct SoftmaxRow {
     reference = __fmul_rn(reference, logit_scale);
   }
 
-  // One more logit without a value (an attention sink), after finish(). Returns the correction.
-  __device__ __forceinline__ float take_sink(float logit) {
+  // One more logit, the same in all lanes: an attention sink's after finish(), or of a row whose logits come one by one.
+  // Returns the correction.
+  __device__ __forceinline__ float take_logit(float logit) {
     constexpr float kLog2e = 1.44269504088896340736f;
     float subtract;
     const float correction = move_reference<true>(fmaxf(reference, logit), kLog2e, subtract);

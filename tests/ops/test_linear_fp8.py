@@ -61,6 +61,18 @@ def test_extents(hopper, rows, depth, columns, out_dtype):
     check(hopper, x, x_scale, w, w_scale, normal((columns,), F32, 5), out_dtype)
 
 
+@pytest.mark.parametrize("rows", [130, 40])
+def test_scales_may_lie_anywhere(hopper, rows):
+    """Side by side, where four stages' are one load, or apart: the same bits.  Groups of four, whole and not."""
+    for blocks in (4, 5, 8, 12):
+        x, w = codes((rows, 128 * blocks), 1), codes((264, 128 * blocks), 2)
+        x_scale, w_scale = scales((rows, blocks), 3), scales((3, blocks), 4)
+        together = check(hopper, x, x_scale, w, w_scale)
+        apart = [hopper.array(np.ascontiguousarray(t.T)).T for t in (x_scale, w_scale)]
+        y = cki.linear_fp8(hopper.array(x), apart[0], hopper.array(w), apart[1])
+        assert np.array_equal(hopper.numpy(y), together)
+
+
 def test_a_block_with_several_tiles(hopper):
     """Of enough stages for the consumers to take turns."""
 
@@ -90,6 +102,7 @@ def test_a_block_with_several_tiles(hopper):
         (17, 272, 128, 2, True),
         (33, 2320, 40, 2, False),
         (50, 1424, 264, 1, True),
+        (20, 2048, 128, 2, True),
     ],
 )
 def test_few_rows_with_k_in_parts(hopper, rows, depth, columns, split, early):

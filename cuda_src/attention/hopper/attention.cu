@@ -412,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
         SoftmaxRow& softmax = rows.softmax[r];
         softmax.finish(kScaleFirst ? 1.0f : rules.scale);
         const bool has_sink = sinks != nullptr && placed.part(tile) == 0;
-        factor[r] = has_sink ? softmax.take_sink(sinks[head_of(tile, row + 8 * r) * sinks_stride]) : 1.0f;
+        factor[r] = has_sink ? softmax.take_logit(sinks[head_of(tile, row + 8 * r) * sinks_stride]) : 1.0f;
         factor[r] *= softmax.normalizer();
         if constexpr (kDropout || kDescaled) factor[r] *= result_factor;
         log_sum_exp[r] = softmax.log_sum_exp();
@@ -487,8 +487,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_hop
             q + origin_of(placed.batch(tile), q_batch, q_sequence, q_head) + number % kPackedHeads * q_head +
                 one.query * q_sequence,
             rows_of(k, k_batch, k_sequence, k_head), rows_of(v, v_batch, v_sequence, v_head), out_of(number), out_dim};
+        const bool has_sink = sinks != nullptr && placed.part(tile) == 0;
         compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
-                                         __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
+                                         has_sink ? sinks[head_of(tile, number) * sinks_stride] : negative_infinity(),
                                          DroppedKeys{dropout, one.query, one.dropout_row, result_factor});
       });
     }

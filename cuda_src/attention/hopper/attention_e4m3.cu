@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
         const auto finish = [&](SoftmaxRow& softmax) {
           softmax.sum *= kWeightUnit;  // exact
           softmax.finish(kScaleFirst ? 1.0f : scaling.rules.scale);
-          return sinks != nullptr ? softmax.take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
+          return sinks != nullptr ? softmax.take_logit(sinks[tile.head * sinks_stride]) : 1.0f;
         };
         SoftmaxRow rounded = rows.softmax[r];
         rounded.sum = 0.25f * rows.sum_of_rounded(r);  // a quarter a lane
@@ -375,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_e4m3(
             q + origin_of(q_batch, q_head) + one.query * q_sequence, rows_of(k, k_batch, k_sequence, k_head),
             rows_of(v, v_batch, v_sequence, v_head), out + out_offset + one.query * out_sequence, out_dim};
         compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, scaling.rules,
-                                         __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
+                                         sinks != nullptr ? sinks[tile.head * sinks_stride] : negative_infinity(),
                                          DescaledKeys{scaling.values});
       });
     }

@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_fp3
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       softmax[r].finish(kScaleFirst ? 1.0f : scale);
-      factor[r] = sinks != nullptr ? softmax[r].take_sink(sinks[tile.head * sinks_stride]) : 1.0f;
+      factor[r] = sinks != nullptr ? softmax[r].take_logit(sinks[tile.head * sinks_stride]) : 1.0f;
       factor[r] *= softmax[r].normalizer() * result_factor;
       log_sum_exp[r] = softmax[r].log_sum_exp();
       const bool exists = row + 8 * r < tile.queries;
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention_fp3
           out_of(one.query),
           out_dim};
       compute_row<Features, kValueDim>(at, head_dim, value_dim, one, band, rules,
-                                       __shfl_sync(kFullWarp, log_sum_exp[r], lane_of_row),
+                                       sinks != nullptr ? sinks[tile.head * sinks_stride] : negative_infinity(),
                                        DroppedKeys{dropout, one.query, one.dropout_row, result_factor});
     });
   }

@@ -5,6 +5,9 @@
 // of shared memory in the main loop. Here the result shows them: an output that is not finite though its row's sum of
 // exponentials is. Such a row is computed again by its warp, key by key, over the keys that it sees; a value that is not
 // finite and that it does see is then in the result, as it must be. Slow, and only where such values are met.
+//
+// Its weights are relative to sums of its own logits, by two passes over its keys. Those of the tensor core are sums in
+// another order, whose rounding grows with the logits: weighed by their sum of exponentials, weights would not add up to 1.
 #pragma once
 
 #include "attention/logits.cuh"
@@ -13,6 +16,7 @@
 #include "common/online_softmax.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
+#include "ptx/math.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace cki::attention {
@@ -75,13 +79,13 @@ struct RowOperands {
   i64 out_dim;
 };
 
-// By a whole warp. log_sum_exp: of the row, finite. fate: fate.drops(key), and fate.factor() for the weights of the others.
-// kColumns: at least value_dim, a multiple of 16.
+// By a whole warp. sink: the logit of the row's attention sink, -inf without one. fate: fate.drops(key), and fate.factor()
+// for the weights of the others. kColumns: at least value_dim, a multiple of 16.
 template <class Features, int kColumns, class Element, class KeyRows, class Result, class Band, class BiasElement,
           class Fate>
 __device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows, Result>& at, int head_dim, int value_dim,
                                             const QueryRow<BiasElement>& row, const Band& band, const LogitRules& rules,
-                                            float log_sum_exp, const Fate& fate) {
+                                            float sink, const Fate& fate) {
   constexpr float kLog2e = 1.44269504088896340736f;
   constexpr int kLaneColumns = (kColumns + 31) / 32;
   // An opaque copy: else the compiler computes what depends on the lane before the loop over all work, and keeps it in
@@ -90,34 +94,46 @@ __device__ __forceinline__ void compute_row(const RowOperands<Element, KeyRows, 
   ptx::wgmma_fence_registers(opaque);
   const int lane = static_cast<int>(opaque[0]);
   float sums[kLaneColumns] = {};
-  for (int key = band.begin(row.query); key < band.end(row.query); ++key) {
-    if constexpr (Features::kBias || Features::kMask) {
-      // The same in all lanes; the shuffle tells the compiler, which else prepares all that follows for a split warp.
-      if (__shfl_sync(kFullWarp, is_visible<Features>(key, row, rules), 0) == 0) continue;
-    }
-    if constexpr (Fate::kMayDrop) {
-      if (__shfl_sync(kFullWarp, fate.drops(key), 0) != 0) continue;
-    }
-    const Element* key_row = at.keys(key);
-    if (KeyRows::kMayMiss && key_row == nullptr) continue;  // its value is zero
-    float score = 0.0f;
-    for (int d = lane; d < head_dim; d += 32) {
-      score = fmaf(to_float(at.query[d]), to_float(key_row[d]), score);
-    }
-    score = warp_sum(score);
-    float logit = score * rules.scale;
-    if constexpr (Features::kSoftcap) logit = soft_capped(score, rules);
-    if constexpr (Features::kAlibi) logit -= row.slope * fabsf(static_cast<float>(row.query + band.shift - key));
-    if constexpr (Features::kBias) logit += to_float(row.bias[key * rules.bias_stride]);
-    const float weight = ptx::ex2_approx((logit - log_sum_exp) * kLog2e) * fate.factor();
-    const Element* value_row = at.values(key);
+  SoftmaxRow softmax;
+  softmax.take_logit(sink);
+  // The sum of the weights, then the values. Not unrolled: machine code that few rows ever need.
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    const float normalizer = softmax.normalizer() * fate.factor();
+    for (int key = band.begin(row.query); key < band.end(row.query); ++key) {
+      if constexpr (Features::kBias || Features::kMask) {
+        // The same in all lanes; the shuffle tells the compiler, which else prepares all that follows for a split warp.
+        if (__shfl_sync(kFullWarp, is_visible<Features>(key, row, rules), 0) == 0) continue;
+      }
+      if constexpr (Fate::kMayDrop) {
+        if (pass == 1 && __shfl_sync(kFullWarp, fate.drops(key), 0) != 0) continue;
+      }
+      const Element* key_row = at.keys(key);
+      const int known_dims = KeyRows::kMayMiss && key_row == nullptr ? 0 : head_dim;
+      float score = 0.0f;
+      for (int d = lane; d < known_dims; d += 32) {
+        score = fmaf(to_float(at.query[d]), to_float(key_row[d]), score);
+      }
+      score = warp_sum(score);
+      float logit = score * rules.scale;
+      if constexpr (Features::kSoftcap) logit = soft_capped(score, rules);
+      if constexpr (Features::kAlibi) logit -= row.slope * fabsf(static_cast<float>(row.query + band.shift - key));
+      if constexpr (Features::kBias) logit += to_float(row.bias[key * rules.bias_stride]);
+      if (pass == 0) {
+        softmax.take_logit(logit);
+        continue;
+      }
+      if (KeyRows::kMayMiss && key_row == nullptr) continue;  // its value is zero
+      const float weight = ptx::ex2_approx((logit - softmax.reference) * kLog2e) * normalizer;
+      const Element* value_row = at.values(key);
 #pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) {
-      const int column = lane + 32 * i;
-      if (column >= value_dim) continue;
-      const float value = to_float(value_row[column]);
-      // A weight too small for fp32 must not turn an infinity into NaN.
-      sums[i] = fabsf(value) < positive_infinity() ? fmaf(weight, value, sums[i]) : sums[i] + value;
+      for (int i = 0; i < kLaneColumns; ++i) {
+        const int column = lane + 32 * i;
+        if (column >= value_dim) continue;
+        const float value = to_float(value_row[column]);
+        // A weight too small for fp32 must not turn an infinity into NaN.
+        sums[i] = fabsf(value) < positive_infinity() ? fmaf(weight, value, sums[i]) : sums[i] + value;
+      }
     }
   }
 #pragma unroll

@@ -8,12 +8,9 @@
 //
 // Sums.    A stage is 128 elements of K, which have one scale. Its four products go into accumulators of their own, and
 //          those, times both scales, are added to the tile's sums in fp32: the tensor core adds e4m3 products with 14
-//          bits or so, which would be too few along K. The next stage's products, in other accumulators, run meanwhile.
-// Turns.   Consumer 1 begins a tile when consumer 0 has begun a stage of it, and so ends later: one finishes its half beside
-//          the other's products. (Three stages later took 2 % more: a stage that one has not read is not filled.)
-// Scales.  A warp beside the producer copies a stage's 128 scales of rows and the one of columns behind its codes
-//          (cp.async, which arrives at the stage's barrier): consumers that loaded them would wait for memory in front
-//          of their next products.
+//          bits or so, which would be too few along K. Meanwhile the other consumer's products run.
+// Scales.  In registers, four stages' at a time (register_scales.cuh): each lane loads those of its rows, a group ahead.
+//          Copied to shared memory stage by stage they took a third of its speed (docs/linear.md).
 // Few.     kBlockM = 64, for rows of which more would be none: the consumers have 64 columns each. Memory's rate is what
 //          counts then, so the blocks are many: kSplit of a cluster have one tile, each a part of K, and each finishes a part
 //          of the tile for all (cluster_sum.cuh). Not persistent: a block has one tile. The first weights are on their way
@@ -21,20 +18,21 @@
 // Traffic. As there, of half as many bytes; 4 bytes of scales for each 128 of x.
 //
 // Prelude: Element (cki::f16, cki::bf16) of y, Bias (Element or float), kBlockM, kBlockN, kStages, kSplit, kWeightsEarly,
-//   kColumnScales, kHasBias, kTmaStore, kVectorY, kVectorBias, kProducerRegisters, kConsumerRegisters.
+//   kColumnScales, kVectorScalesX, kVectorScalesW (scales of four stages are one load), kHasBias, kTmaStore, kVectorY,
+//   kVectorBias, kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 128 x kBlockM, w_map 128 x kBlockN, y_map 64 x 16, unused without kTmaStore.
-// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and kStageScales floats a stage.
+// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and Scales::kStage floats a stage.
+#include "common/constant.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/epilogue.cuh"
+#include "gemm/hopper/register_scales.cuh"
 #include "gemm/hopper/row_norm.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
@@ -71,28 +69,7 @@ using Ring = StageRing<kStages>;
 using Pushed = gemm::PushedSum<1, kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || Pushed::kFits, "each block finishes a part of the tile");
 
-constexpr int kStageScales = kBlockM + 4;  // floats: rows', the columns', and none, for whole units of 16 bytes
-static_assert(Layout::kBytes % 16 == 0, "scales begin at a whole unit");
-
-// One warp: a tile's scales, stage by stage, with the producer's cursor. x_scale: of the tile's first row, of `rows` that
-// exist. Its lanes' copies arrive at `full`.
-__device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const float* x_scale, const float* w_scale,
-                                            int rows, int k_tiles, i64 x_scale_row, i64 x_scale_k, i64 w_scale_k) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll 1
-  for (int k = 0; k < k_tiles; ++k) {
-    ring.wait_empty();
-    float* stage = scales + ring.stage * kStageScales;
-#pragma unroll
-    for (int i = 0; i < kBlockM / 32; ++i) {
-      const int row = lane + i * 32;
-      ptx::cp_async<4>(stage + row, x_scale + min(row, rows - 1) * x_scale_row + k * x_scale_k);
-    }
-    if (!kColumnScales && lane == 0) ptx::cp_async<4>(stage + kBlockM, w_scale + k * w_scale_k);
-    ptx::cp_async_mbarrier_arrive_noinc(ring.full + ring.stage);
-    ring.advance();
-  }
-}
+using Scales = gemm::RegisterScales<!kColumnScales, kVectorScalesX, kVectorScalesW>;
 
 // A tile's columns times their own scales: each lane loads those of its columns.
 __device__ __forceinline__ void scale_columns(float (&sum)[kGroupColumns / 2], const float* w_scale, i64 w_scale_n,
@@ -104,19 +81,18 @@ __device__ __forceinline__ void scale_columns(float (&sum)[kGroupColumns / 2], c
   }
 }
 
-// Waits for the ring's stage and starts its products, alone in `part`.
-__device__ __forceinline__ void start_products(float (&part)[kGroupColumns / 2], Ring& ring, u64 x_at, u64 w_at) {
-  ring.wait_full();
+// Starts the products of the ring's stage, which has landed, alone in `part`.
+__device__ __forceinline__ void start_products(float (&part)[kGroupColumns / 2], const Ring& ring, u64 x_at, u32 w_ahead) {
   ptx::wgmma_fence();
-  // The shuffle: descriptors in uniform registers, fewer instructions.
-  const u32 stage = __shfl_sync(0xffffffffu, static_cast<u32>(ring.stage * Layout::kStageBytes), 0);
+  // The shuffle: descriptors in uniform registers, where wgmma wants them. Nothing but steps of theirs between the products.
+  const u64 x = gemm::step_on(x_at, __shfl_sync(0xffffffffu, static_cast<u32>(ring.stage * Layout::kStageBytes), 0));
+  const u64 w = gemm::with_lower(x, static_cast<u32>(x) + w_ahead);
 #pragma unroll
   for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
-    const u32 at = stage + static_cast<u32>(step * kStepDepth);
-    ptx::wgmma<kGroupColumns, e4m3>(part, gemm::step_on(x_at, at), gemm::step_on(w_at, at), step > 0);
+    const u32 at = static_cast<u32>(step * kStepDepth);
+    ptx::wgmma<kGroupColumns, e4m3>(part, gemm::step_on(x, at), gemm::step_on(w, at), step > 0);
   }
   ptx::wgmma_commit_group();
-  ring.advance();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -134,12 +110,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int k_tiles = static_cast<int>(static_cast<i64>(all_k_tiles) * (rank + 1) / kSplit) - first_k;
 
   Ring ring(smem + Layout::kRing);
-  float* const scales = reinterpret_cast<float*>(smem + Layout::kBytes);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
     if constexpr (kTmaStore) ptx::prefetch_tensormap(&y_map);
-    ring.initialise(128 * kConsumers, 1 + 32);
+    ring.initialise(4 * kConsumers);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -147,21 +122,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x / 32 == 1) {
-      ptx::griddepcontrol_wait();
-      for (int number = block; number < tiles; number += blocks) {
-        const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-        const int row = tile.m * kBlockM;
-        copy_scales(scales, ring, x_scale + row * x_scale_row + first_k * x_scale_k,
-                    kColumnScales ? w_scale : w_scale + tile.n * w_scale_n + first_k * w_scale_k, rows - row, k_tiles,
-                    x_scale_row, x_scale_k, w_scale_k);
-      }
-#pragma unroll 1
-      for (int i = 0; i < kStages; ++i) {  // its copies have landed when what they brought has been read
-        ring.wait_empty();
-        ring.advance();
-      }
-    }
     if (threadIdx.x >= 32) {
       if constexpr (kSplit > 1) Pushed::pass_by();
       return;
@@ -210,66 +170,56 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   const int group_row = kShareColumns ? 0 : consumer * 64, group_column = kShareColumns ? consumer * kGroupColumns : 0;
   const u64 x_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + group_row * gemm::kSpan);
-  const u64 w_at = wgmma_descriptor_k_major<gemm::kSpan>(smem + Layout::kBytesX + group_column * gemm::kSpan);
+  const u32 w_ahead = gemm::weight_ahead<Layout, false>(group_row, group_column);
   gemm::OutputBuffers buffers{smem + Layout::kOutput +
                               (consumer * 4 + warp) * gemm::kOutputBuffers * gemm::kWarpSlabBytes};
   const gemm::Result<Element, Bias> result = {
       bias, kVectorBias == 2 ? 1 : bias_stride, {nullptr, {0}, 1},
       {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride}, &y_map, nullptr, rows, columns, 0, 0, nullptr, nullptr};
 
-  // With fewer stages the ring holds several tiles, and the first consumer could be tiles ahead.
-  const bool in_turns = k_tiles > kStages + 1;
   for (int number = block; number < tiles; number += blocks) {
     const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
     const int first_row = tile.m * kBlockM + group_row + warp * 16, first_column = tile.n * kBlockN + group_column;
     const bool finishes = kSplit == 1 || Pushed::owner_of(consumer * 4 + warp) == rank;
     if (finishes) gemm::prefetch_inputs<Rules, 1, kGroupColumns>(result, first_row, first_column);
+    const Scales::Place scales({x_scale, x_scale_row, x_scale_k}, first_row + lane / 4, rows,
+                               {w_scale, w_scale_n, w_scale_k}, tile.n, first_k, k_tiles);
+    Scales now, next;
+    now.load(scales, 0);
     float sum[1][kGroupColumns / 2] = {};
-    float even[kGroupColumns / 2], odd[kGroupColumns / 2];  // products of stages in turn
-    Ring done = ring;                                       // one stage behind
-    // The scales of the stage in turn, which has landed.
-    const auto load_factors = [&](float(&factor)[2]) {
-      const float* stage = scales + done.stage * kStageScales;
-      const float* own = stage + group_row + warp * 16 + lane / 4;
-      const float of_columns = kColumnScales ? 1.0f : stage[kBlockM];
-      factor[0] = own[0] * of_columns;
-      factor[1] = own[8] * of_columns;
-    };
-    // Adds its products, which have ended.
-    const auto add_stage = [&](float(&part)[kGroupColumns / 2], const float(&factor)[2]) {
+    float part[kGroupColumns / 2];
+    // Adds the products of the stage in turn, of number j in the group, when they have ended and the next stage has landed.
+    const auto add_stage = [&](int j, auto is_last) {
+      u64* const empty = ring.empty + ring.stage;
+      ring.advance();
+      if constexpr (!decltype(is_last)::kValue) ring.wait_full();  // beside this stage's products
+      ptx::wgmma_wait_group<0>();
       ptx::wgmma_fence_registers(part);
-      done.release_by_one();  // each lane has read scales
+      if (lane == 0) ptx::mbarrier_arrive(empty);
+      const float factor[2] = {now.factor(0, j), now.factor(1, j)};
 #pragma unroll
       for (int i = 0; i < kGroupColumns / 2; ++i) sum[0][i] = fmaf(part[i], factor[i / 2 % 2], sum[0][i]);
     };
-    float factor[2];
+    ring.wait_full();
+    start_products(part, ring, x_at, w_ahead);
     int k = 0;
-    if (in_turns && consumer == 1) ptx::bar_sync(1, 128 * kConsumers);
-    start_products(even, ring, x_at, w_at);
-    if (in_turns && consumer == 0) ptx::bar_arrive(1, 128 * kConsumers);
-    for (; k + 2 < k_tiles; k += 2) {
-      start_products(odd, ring, x_at, w_at);
-      load_factors(factor);
-      ptx::wgmma_wait_group<1>();
-      add_stage(even, factor);
-      start_products(even, ring, x_at, w_at);
-      load_factors(factor);
-      ptx::wgmma_wait_group<1>();
-      add_stage(odd, factor);
+#pragma unroll 1
+    for (; k + Scales::kGroup < k_tiles; k += Scales::kGroup) {
+      next.load(scales, k + Scales::kGroup);
+#pragma unroll
+      for (int j = 0; j < Scales::kGroup; ++j) {
+        add_stage(j, Constant<false>{});
+        start_products(part, ring, x_at, w_ahead);
+      }
+      now = next;
     }
-    if (k + 1 < k_tiles) {
-      start_products(odd, ring, x_at, w_at);
-      load_factors(factor);
-      ptx::wgmma_wait_group<1>();
-      add_stage(even, factor);
-      load_factors(factor);
-      ptx::wgmma_wait_group<0>();
-      add_stage(odd, factor);
-    } else {
-      load_factors(factor);
-      ptx::wgmma_wait_group<0>();
-      add_stage(even, factor);
+#pragma unroll 1
+    for (; k + 1 < k_tiles; ++k) {
+      add_stage(0, Constant<false>{});
+      start_products(part, ring, x_at, w_ahead);
+      now.shift();
     }
+    add_stage(0, Constant<true>{});
     gemm::SlabInputs<Rules, Element, Bias> inputs;
     if (finishes) inputs.load(result, first_row, first_column);
     if constexpr (kSplit > 1) {
