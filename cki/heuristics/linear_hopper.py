@@ -205,7 +205,7 @@ def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -
 def wide_rounds(activation: str | None, *, residual: bool) -> int | None:
     """Rounds of tiles from which on a finish is better off in tiles half as wide again; None: never.  As measured:
     what costs most gains in the fewest, for the last finish, which nothing hides, is half as long again."""
-    return 8 if residual else {"gelu": 8, "gelu_tanh": 12, "silu": 16}.get(activation or "")
+    return 12 if residual else {"gelu": 8, "gelu_tanh": 12, "silu": 16}.get(activation or "")
 
 
 def tile_count(tile: HopperTile, rows: int, columns: int) -> int:
@@ -297,9 +297,11 @@ def preferred_hopper_tile(
         tile = _heavy_tile(rows, columns, depth, device)
     elif tile.split > 1:
         tile = replace(tile, stages=_SPLIT_STAGES)
-    if is_heavy and 64 < rows <= tile.block_m:
-        rows_x = next(count for count in _COPIED_ROWS if rows <= count)
-        tile = replace(tile, rows_x=0 if rows_x == tile.block_m else rows_x)
+    if is_heavy and rows > 64:
+        if device.sm_count < 2 * -(-columns // 64) <= 2 * device.sm_count:
+            tile = HopperTile(128, 64, 8, True)
+        if rows <= tile.block_m:
+            tile = replace(tile, rows_x=next(count for count in _COPIED_ROWS if rows <= count) % 128)
     wide = None
     if wide_from is not None:
         wide = _wide_tile(tile, rows, columns, depth, device, residual=residual, least_rounds=wide_from)

@@ -65,6 +65,7 @@ class SkinnyTile:
     left: of its copies, when it lets the next launch begin: late, that one asks for its weight when memory has nothing
         else to do; -1: from the beginning on.
     own_rings: each of the warps that share K has a ring and takes whole stages in turn; they share no columns.
+    refill: such a warp fills a stage anew when it has read it, not a stage later, so that all stages are under way.
     """
 
     block_m: int
@@ -78,7 +79,6 @@ class SkinnyTile:
     left: int = -1
     own_rings: bool = False
     refill: bool = False
-    spread: bool = False
 
     @property
     def threads(self) -> int:
@@ -96,7 +96,7 @@ class SkinnyTile:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
         kind = ("own" if self.own_rings else "") + ("" if self.programmatic else "serial")
         early = (f"a{self.ahead}" if self.ahead else "") + (f"l{self.left}" if self.left >= 0 else "")
-        early += ("r" if self.refill else "") + ("S" if self.spread else "")
+        early += "r" if self.refill else ""
         return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{early}"
 
 
@@ -108,12 +108,16 @@ def _with_splits(
 
 #: Of weights [N, K] alone: along N its launches take up to 40 % longer when the next begins as late as it should.
 ALONG_K_TILE = SkinnyTile(16, 64, 1, 4, 7, 2)
-#: Of weights [N, K] alone, too: for few columns two blocks an SM; for as many as make a block for nearly each, one.
-NARROW_TILE = SkinnyTile(16, 32, 1, 4, 4, own_rings=True, refill=True)
-FULL_TILE = SkinnyTile(16, 48, 1, 5, 3, own_rings=True, refill=True, spread=True)
+#: Of weights [N, K] alone, too, so narrow that nearly all SMs have a block: two an SM, so that the next launch's are
+#: there; for columns that make a block for half of the SMs; and, alone on one, for those that make one for nearly each.
+NARROW_TILES = tuple(
+    SkinnyTile(16, block_n, 1, warps, stages, own_rings=True, refill=True)
+    for block_n, warps, stages in ((32, 4, 4), (32, 8, 3), (48, 4, 3))
+)
+FULL_TILE = SkinnyTile(16, 48, 1, 6, 3, own_rings=True, refill=True)
 #: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
-    NARROW_TILE, FULL_TILE, ALONG_K_TILE,
+    *NARROW_TILES, FULL_TILE, ALONG_K_TILE,
     *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
     *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
@@ -178,12 +182,17 @@ def _launched(
     14.2, at the end 18); along K those take up to 19 us in some replays, four and four do not.
     stages: along K.
     """
-    if tile.programmatic and tile == FULL_TILE and _fills(tile, rows, columns, device):
+    if tile == FULL_TILE and _fills(tile, rows, columns, device):
         return replace(tile, ahead=8, left=0)
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
-    if tile == NARROW_TILE:
-        return replace(tile, ahead=8, left=0 if stages <= _SHORT else 4)
+    if tile.refill:
+        (ahead, left), late = ((10, 0), (8, 4)) if tile.block_n == 32 else ((4, 2), (4, 4))
+        return (
+            replace(tile, ahead=ahead, left=left)
+            if stages <= _SHORT
+            else replace(tile, ahead=late[0], left=late[1])
+        )
     if tile.own_rings:
         return replace(tile, ahead=12, left=4 if stages > _LONG_RING * tile.warps_k else 0)
     across, down, _ = skinny_blocks(tile, rows, columns)
@@ -194,7 +203,7 @@ def _launched(
 
 def _overlaps(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> bool:
     """Whether the next launch does something while one ends."""
-    full = tile.own_rings and tile.block_n == FULL_TILE.block_n and _fills(tile, rows, columns, device)
+    full = replace(tile, ahead=0, left=-1) == FULL_TILE and _fills(tile, rows, columns, device)
     return full or side_by_side(tile, rows, columns, device)
 
 
@@ -215,7 +224,9 @@ def predicted_time(
     alone = max(_STAGE_US + stage_bytes / _ALONE_RATE, _LATENCY_US / (tile.stages - 1))
     share = max(stage_bytes / _SM_RATE, products / _PRODUCT_RATE)
     if tile.own_rings:
-        alone = share = stage_bytes / _OWN_RATE
+        alone = share = max(
+            stage_bytes / _OWN_RATE, _LATENCY_US / tile.warps_k / (tile.stages - (not tile.refill))
+        )
     fullest = math.ceil(blocks / (sms * (_CLUSTERED if tile.split > 2 else 1)))  # blocks of the fullest SM
     rounds = [together] * (fullest // together) + [fullest % together] * (fullest % together > 0)
     in_sms = own_stages * sum(max(alone, count * share) for count in rounds)
@@ -246,6 +257,8 @@ def choose_skinny_tile(
         if fits(tile, itemsize, device, along_n=along_n)
         and not (tile == ALONG_K_TILE and along_n)
         and not (tile.own_rings and (itemsize > 2 or not _overlaps(tile, rows, columns, device)))
+        and not (tile.own_rings and not tile.refill and not along_n)  # narrow tiles are better
+        and not (tile.block_n == 48 and columns <= 32 * device.sm_count)
     ]
     lowest = min((tile.block_m for tile in found if tile.block_m >= rows), default=MAX_ROWS)
     found = [tile for tile in found if tile.block_m == lowest]

@@ -361,10 +361,9 @@ def test_few_rows_by_heavy_weights(rows, copied):
 
 def test_rows_that_are_not_there_are_not_copied():
     """Beyond 64 of them where one tile has all; of light weights nothing was measured."""
-    found = {rows: preferred_hopper_tile(rows, 4096, 4096, H200) for rows in (65, 96, 120, 128)}
-    assert [tile and (tile.block_m, tile.rows_x) for tile in found.values()] == [
-        (128, 80), (128, 96), (128, 0), (128, 0)
-    ]  # fmt: skip
+    for columns, tile in ((4096, "128x64s7k2"), (6144, "128x64s8pp"), (28672, "128x256s4")):
+        found = [str(preferred_hopper_tile(rows, columns, 4096, H200)) for rows in (65, 96, 112, 113, 128)]
+        assert found == [tile + copied for copied in ("x80", "x96", "x112", "", "")]
     light = preferred_hopper_tile(500, 1024, 1024, H200)
     assert light is not None and light.rows_x == 0
 

@@ -17,7 +17,7 @@ from cki.heuristics.linear_skinny import (
     DEFAULT_ROWS,
     FULL_TILE,
     MAX_ROWS,
-    NARROW_TILE,
+    NARROW_TILES,
     SkinnyTile,
     blocks_together,
     choose_skinny_tile,
@@ -101,12 +101,14 @@ def test_narrow_tiles_along_k(rows):
     def chosen(columns: int, depth: int, along_n: bool = False) -> str:
         return str(preferred_tile(rows, columns, depth, 2, H200, along_n=along_n, copy_width=16))
 
-    assert chosen(4096, 4096) == "16x32w1x4s4k1owna8l0r"
-    assert chosen(4096, 14336) == "16x32w1x4s4k1owna8l4r"
-    assert chosen(6144, 4096) == "16x48w1x5s3k1owna8l0r"
-    assert "16x48" not in chosen(5120, 5120) + chosen(8192, 4096) + chosen(6144, 4096, along_n=True)
+    assert chosen(4096, 4096) == chosen(3072, 4096) == "16x32w1x4s4k1owna10l0r"
+    assert chosen(4096, 14336) == chosen(4096, 8192) == "16x32w1x4s4k1owna8l4r"
+    assert chosen(2048, 4096) == "16x32w1x8s3k1owna10l0r"
+    assert chosen(5120, 5120) == "16x48w1x4s3k1owna4l2r"
+    assert chosen(6144, 4096) == chosen(5760, 4096) == "16x48w1x6s3k1owna8l0r"
+    assert "16x48" not in chosen(8192, 4096) + chosen(6144, 4096, along_n=True)
     assert chosen(4096, 4096, along_n=True) == "16x64w1x4s5k1owna12l0"
-    for tile in (NARROW_TILE, FULL_TILE):
+    for tile in (*NARROW_TILES, FULL_TILE):
         assert not fits(tile, 2, H200, along_n=True)
         assert "own" not in str(
             choose_skinny_tile(rows, 4096, 4096, 4, H200, along_n=False)

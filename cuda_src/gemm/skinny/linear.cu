@@ -15,6 +15,7 @@
 //          kStages - 1 ahead (gemm/tile_load.cuh; whole_stages.cuh for nearly all of w): with 64 columns and 8 stages, two
 //          blocks an SM, 112 KB in flight.
 //          kOwnRings: each warp has such a ring, and every kWarpsK-th stage; no warp waits for another before the sums.
+//          kRefill: and fills a stage anew when it has read it, not a stage later, so that all kStages are under way.
 //          Products are m16n8 with x's rows, zeros below M, as the 16: the tensor cores have time to spare.
 // Sums.    fp32. Parts are added in shared memory over the warps, then over the cluster's blocks through distributed
 //          shared memory, in a fixed order (finish.cuh): the same bits in every run, no workspace, no second launch.
@@ -32,7 +33,7 @@
 //
 // Grid: (ceil(N / kBlockN) * kSplit, ceil(M / kBlockM)), clusters of (kSplit, 1).
 // Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsN, kWarpsK, kStages,
-//   kOwnRings, kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the
+//   kOwnRings, kRefill, kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the
 //   element's size), kUnitStrideX, kUnitStrideW, kWeightAlongN, kRowAxes, kHasBias, kHasResidual, kActivation, kVectorY,
 //   kVectorResidual (1 or 2).
 // Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes a ring, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
@@ -64,6 +65,7 @@ constexpr bool kSumPerStage = sizeof(Element) == 4;
 static_assert(kTilesM * 16 == kBlockM && kTilesN * kWarpsN * 8 == kBlockN, "warps split the columns evenly");
 static_assert(kOwnRings || kSteps * kWarpsK == gemm::kStepsPerStage, "warps split a stage's steps evenly");
 static_assert(!kOwnRings || kWarpsN == 1, "a warp copies what it multiplies");
+static_assert(!kRefill || kOwnRings, "nobody else reads the stage");
 static_assert(kTilesN % 2 == 0, "one ldmatrix.x4 brings 16 columns of w");
 static_assert(kStages >= 2, "a stage is filled while another is read");
 
@@ -114,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if constexpr (kProgrammatic) {
     if constexpr (kCopyBytesW == 16) {
       const int k = first_tile * kStageK, k_end = min(depth, k + min(block_tiles, kStagesAhead) * kStageK);
-      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0), kSpread>(w, w_stride, k, k_end, first_column, columns);
+      gemm::prefetch_weight<kBlockN, kWeightAlongN, kThreads, (kLeft >= 0)>(w, w_stride, k, k_end, first_column, columns);
     }
     ptx::griddepcontrol_wait();
   }

@@ -16,7 +16,7 @@ namespace cki::gemm {
 
 // K [k, k_end) and columns [first_column, +kBlockN) of a weight whose rows in memory, `stride` elements apart, run along N
 // (kAlongN) or K and begin at multiples of 16 bytes, as k and first_column do in them. kSectors: along N by sectors.
-template <int kBlockN, bool kAlongN, int kThreads, bool kSectors, bool kSpread, class Element>
+template <int kBlockN, bool kAlongN, int kThreads, bool kSectors, class Element>
 __device__ __forceinline__ void prefetch_weight(const Element* w, i64 stride, int k, int k_end, int first_column,
                                                 int columns) {
   const int column_end = min(first_column + kBlockN, columns);
@@ -32,14 +32,6 @@ __device__ __forceinline__ void prefetch_weight(const Element* w, i64 stride, in
       const int column = first_column + i % kAcross * kPerSector;
       if (column < column_end) ptx::prefetch_global_l2(w + ((k + i / kAcross) * stride + column));
     }
-    return;
-  }
-  if constexpr (kSpread && !kAlongN) {
-    constexpr int kWarps = kThreads / 32, kEach = (kBlockN + kWarps - 1) / kWarps;
-    static_assert(kEach <= 32);
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int row = first_column + static_cast<int>(threadIdx.x) / 32 * kEach + lane;
-    if (lane < kEach && row < row_end) ptx::bulk_prefetch_l2(w + (row * stride + begin), bytes);
     return;
   }
 #pragma unroll 1
