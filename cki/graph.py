@@ -264,7 +264,7 @@ def _capture_torch(
         here.wait_stream(side)
         torch_graph = torch.cuda.CUDAGraph()
         graph = _TorchGraph(torch_graph, device)
-        pool = None if shared is None else shared.pool
+        pool = torch.cuda.graph_pool_handle() if shared is None else shared.pool
         recorded = _recording("torch", side.cuda_stream)
         generator = torch.cuda.default_generators[device.index]
         state = None if torch.cuda.is_current_stream_capturing() else generator.get_state()
@@ -277,10 +277,12 @@ def _capture_torch(
                 graph.outputs = function(*args, **kwargs)
                 graph.num_kernels = driver.count_kernel_nodes(driver.capturing_graph(side.cuda_stream))
         except BaseException:
+            torch.cuda.set_stream(here)  # torch leaves the recorded one, where it cannot end the capture
+            _give_up_pool(torch_graph, pool, device)
             if state is not None:
                 _revive_generator(generator, state, device)
             raise
-        graph.pool, graph.recorded_on = torch_graph.pool(), side
+        graph.pool, graph.recorded_on = pool, side
     graph._kept = [args, kwargs, *recording.kept]
     return graph
 
@@ -300,6 +302,19 @@ def _own_workspaces() -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def _give_up_pool(torch_graph: Any, pool: Any, device: Any) -> None:
+    """After a capture that failed.  One that a wait has invalidated ends in torch before its allocator is told: it goes
+    on as if the capture did, and gives no memory of any pool back to the GPU."""
+    import torch
+
+    try:
+        torch_graph.pool()
+    except RuntimeError:  # it has not ended
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 def _revive_generator(generator: Any, state: Any, device: Any) -> None:

@@ -293,7 +293,8 @@ def test_item_is_refused_by_its_line_under_torch() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("waits", [True, False])
 def test_torch_s_random_numbers_go_on_after_a_capture_that_failed(waits: bool) -> None:
-    """torch leaves its generator in the state of a capture that a wait has invalidated."""
+    """torch leaves its generator, its allocator and the current stream in the state of a capture that a wait has
+    invalidated."""
     torch = pytest.importorskip("torch")
 
     def fails(t: object) -> object:
@@ -308,8 +309,17 @@ def test_torch_s_random_numbers_go_on_after_a_capture_that_failed(waits: bool) -
     wanted = torch.rand(7, device="cuda")
     torch.manual_seed(3)
     torch.rand(5, device="cuda")
+    stream = torch.cuda.current_stream()
     with pytest.raises((UnsupportedError, ValueError)):
         cki.capture(fails, x, warmup=0)
+    assert torch.cuda.current_stream() == stream
+    large = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    reserved = torch.cuda.memory_reserved()
+    del large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - (
+        64 << 20
+    )  # the allocator does not think it is captured
     assert torch.equal(torch.rand(7, device="cuda"), wanted)
     graph = cki.capture(lambda t: affine(t) + torch.rand_like(t), x, warmup=0)
     graph.replay()
@@ -357,6 +367,7 @@ def test_products_of_torch_take_the_graphs_own_memory() -> None:
 
     def reserved() -> int:
         torch.cuda.synchronize()
+        gc.collect()
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved())
 
