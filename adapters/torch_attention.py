@@ -120,13 +120,6 @@ def _one_batch_axis(tensor: torch.Tensor, batch: torch.Size) -> torch.Tensor:
     return tensor.flatten(0, len(batch) - 1) if batch else tensor.unsqueeze(0)
 
 
-def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape broadcasts to `full`."""
-    return len(shape) <= len(full) and all(
-        extent == 1 or extent == wanted for extent, wanted in zip(shape[::-1], full[::-1])
-    )
-
-
 def _common(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """What the shapes broadcast to, if they do."""
     found: tuple[int, ...] = ()
@@ -188,7 +181,7 @@ def _check(
             hints.append("batch axes of the same extents, or of 1")
         if attn_mask is not None and heads is not None and batch is not None:
             full = (*batch, *heads, shapes[0][-2], shapes[1][-2])
-            if not _broadcasts(tuple(attn_mask.shape), full):
+            if _common([full, tuple(attn_mask.shape)]) != full:
                 problems.append(
                     f"attn_mask has shape {tuple(attn_mask.shape)}, which does not broadcast to {full}"
                 )

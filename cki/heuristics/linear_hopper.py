@@ -187,19 +187,18 @@ def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -
     """From which column on tiles should be narrower, so that no block has much more to multiply than others, and what
     the busiest has, in tiles of block_m x 128.  Blocks get wide tiles in turn, then narrow ones."""
     down, blocks = -(-rows // tile.block_m), max(device.sm_count, 1)
-    wide_work, narrow_work = tile.block_n / 128, tile.narrow / 128
 
     def busiest(across: int) -> float:
         wide = down * across
         every = wide + down * -(-(columns - across * tile.block_n) // tile.narrow)
-        work = []
-        for block in {0, *(count % blocks for count in (wide - 1, wide, every - 1, every))}:
+        work = 0.0
+        for block in (0, *(count % blocks for count in (wide - 1, wide, every - 1, every))):
             own_wide, own = (max(0, -(-(count - block) // blocks)) for count in (wide, every))
-            work.append(own_wide * wide_work + (own - own_wide) * narrow_work)
-        return max(work)
+            work = max(work, (own_wide * tile.block_n + (own - own_wide) * tile.narrow) / 128)
+        return work
 
-    _, across = min((busiest(across), -across) for across in range(1, columns // tile.block_n + 1))
-    return -across * tile.block_n, busiest(-across)
+    work, across = min((busiest(across), -across) for across in range(1, columns // tile.block_n + 1))
+    return -across * tile.block_n, work
 
 
 def wide_rounds(activation: str | None, *, residual: bool) -> int | None:
@@ -302,12 +301,10 @@ def preferred_hopper_tile(
             tile = HopperTile(128, 64, 8, True)
         if rows <= tile.block_m:
             tile = replace(tile, rows_x=next(count for count in _COPIED_ROWS if rows <= count) % 128)
-    wide = None
+    usual = tile
     if wide_from is not None:
-        wide = _wide_tile(tile, rows, columns, depth, device, residual=residual, least_rounds=wide_from)
-    if wide is not None:
-        tile = wide
-    elif residual and (tile.split, tile.consumers) == (1, 2):
+        tile = _wide_tile(tile, rows, columns, depth, device, residual, wide_from)
+    if tile is usual and residual and (tile.split, tile.consumers) == (1, 2):
         shape = (tile.block_m, tile.block_n, tile.ping_pong)
         fetching = next((t for t in FETCHING_TILES if shape == (t.block_m, t.block_n, t.ping_pong)), tile)
         tile = replace(tile, stages=fetching.stages, fetches=fetching.fetches)
@@ -337,31 +334,28 @@ def _wide_tile(
     columns: int,
     depth: int,
     device: DeviceInfo,
-    *,
     residual: bool,
     least_rounds: int,
-) -> HopperTile | None:
-    """Tiles half as wide again where a finish that costs is better off in them: where its rounds take hardly longer,
-    narrower ones at the end included.  None elsewhere."""
-    wide = replace(WIDE_TILES[0 if residual else 1], narrow=tile.block_n)
-    if not tile.ping_pong or (tile.block_m, tile.block_n) != (128, 128) or _stages(depth) > _WIDE_STAGES:
-        return None
-    if columns < wide.block_n:
-        return None
+) -> HopperTile:
+    """One half as wide again where a finish that costs is better off in it: where its rounds, narrower tiles at the end
+    included, take hardly longer.  Else the tile itself."""
+    wide = replace(WIDE_TILES[0 if residual else 1], narrow=128)
+    is_usual = tile.ping_pong and (tile.block_m, tile.block_n) == (128, 128)
     rounds = -(-tile_count(tile, rows, columns) // max(device.sm_count, 1))
+    if not is_usual or _stages(depth) > _WIDE_STAGES or columns < wide.block_n or rounds < least_rounds:
+        return tile
     column, busiest = narrow_from(wide, rows, columns, device)
-    if rounds < least_rounds or busiest > _WIDE_ROUNDS * rounds:
-        return None
+    if busiest > _WIDE_ROUNDS * rounds:
+        return tile
     return wide if column < columns else replace(wide, narrow=0)
 
 
 def _heavy_tile(rows: int, columns: int, depth: int, device: DeviceInfo) -> HopperTile:
     """Of 17 to 64 rows by a weight that memory gives, which the model above does not know: as measured.
 
-    An SM takes in 110 KB of x and weight a microsecond, so rows that are not there are not copied, and 64 SMs hardly
-    keep up with memory.  But two launches then lie side by side: the next one's blocks wait where this one's are not.
-    Short ones let it begin 8 copies before their end, when memory soon has nothing else to do; longer ones, whose
-    blocks end at different times, at once.  Later, blocks may crowd onto the SMs where some have ended.
+    An SM takes in 110 KB of x and weight a microsecond, so rows that are not there are not copied.  Two launches lie
+    side by side.  Short ones let the next begin 8 copies before their end, when memory soon has nothing else to do;
+    longer ones, whose blocks end at different times, at once: else blocks crowd onto the SMs where some have ended.
     """
     rows_x = next(count for count in _COPIED_ROWS if rows <= count) % 64
     across, stages = -(-columns // 64), _stages(depth)

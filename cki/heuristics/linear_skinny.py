@@ -175,12 +175,9 @@ def _launched(
     """The tile with how its launches overlap, as measured.
 
     The next launch should begin when this one's copies end.  With several blocks an SM it must while all of them still
-    run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096).  Launches that
-    lie beside each other may ask for three times as much ahead; of a long weight [N, K] (14336 x 4096) they took
-    28.8 us when begun four copies before the end, 31.8 at the end; of a short one 9.4 at the end, 10.2 before.
-    Two blocks an SM: along N two stages asked for ahead, two copies before the end, are best (13.5 us; four before
-    14.2, at the end 18); along K those take up to 19 us in some replays, four and four do not.
-    stages: along K.
+    run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096); and long ones
+    end at different times.  Of launches beside each other, long ones took 28.8 us (14336 x 4096) when begun four copies
+    before the end, 31.8 at the end; short ones 9.4 at the end, 10.2 before.  stages: along K.
     """
     if tile == FULL_TILE and _fills(tile, rows, columns, device):
         return replace(tile, ahead=8, left=0)

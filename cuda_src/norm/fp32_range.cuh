@@ -4,9 +4,8 @@
 // squares to underflow. In both cases the row is multiplied by a power of two, which is exact, and eps by that power's
 // square. The test is one comparison a row on the sum that is computed anyway, so ordinary rows pay nothing.
 //
-// A layer norm squares deviations from a rounded mean. Those of a row of 1e30 are 1e23, and overflow even where all elements
-// are equal; and where they are hardly more than the mean's error, as in a row of 1e12 and 1e12, it is their own mean's error
-// that shows. Such a row's deviations are centred again, within their limits: where they are equal, none is left.
+// A layer norm squares deviations from a rounded mean. Those of equal elements are all error: of 1e30 they are 1e23 and
+// overflow; of 1e12 their own mean's error shows. Such deviations are centred again, within their limits, so none is left.
 #pragma once
 
 #include "common/types.cuh"
@@ -39,8 +38,7 @@ __device__ __forceinline__ float scaled_eps(float eps, float scale) {
   return eps > 0.0f ? fmaxf(root * root, kLeastNormal) : 0.0f;
 }
 
-// The mean of finite values, whose rounded terms may add up to more than the largest of them. Of others: any number,
-// from which what is not finite stays apart.
+// The mean of finite values, whose rounded terms may add up to more than the largest of them.
 __device__ __forceinline__ float finite_mean(float mean) {
   constexpr float kLargestFinite = 3.402823466e38f;
   return fminf(fmaxf(mean, -kLargestFinite), kLargestFinite);

@@ -133,7 +133,8 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kCount], 
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       ptx::wgmma<kBlockN, Element, Major::k, kMajorW>(
-          first_of<kBlockN / 2>(sum[i]), step_on(x, i * 64 * kSpan + step * kStepDepth * 2), step_on(w, step * kStepW), accumulate || step > 0);
+          first_of<kBlockN / 2>(sum[i]), step_on(x, i * 64 * kSpan + step * kStepDepth * 2), step_on(w, step * kStepW),
+          accumulate || step > 0);
     }
   }
 }
