@@ -184,12 +184,9 @@ def _launched(
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
     if tile.refill:
-        (ahead, left), late = ((10, 0), (8, 4)) if tile.block_n == 32 else ((4, 2), (4, 4))
-        return (
-            replace(tile, ahead=ahead, left=left)
-            if stages <= _SHORT
-            else replace(tile, ahead=late[0], left=late[1])
-        )
+        is_short, is_narrow = stages <= _SHORT, tile.block_n == 32
+        ahead, left = (10, 0) if is_short and is_narrow else (8 if is_narrow else 4, 2 if is_short else 4)
+        return replace(tile, ahead=ahead, left=left)
     if tile.own_rings:
         return replace(tile, ahead=12, left=4 if stages > _LONG_RING * tile.warps_k else 0)
     across, down, _ = skinny_blocks(tile, rows, columns)
