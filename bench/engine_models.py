@@ -38,7 +38,7 @@ SHAPES = {"qwen3-8b": QWEN3_8B, "smollm2": SMOLLM2_135M}
 #: Options of `DecoderPlanner` by name.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {}, "plain": {"way": "plain"}, "decode": {"way": "decode"},
-    "fp8": {"fp8": True}, "fp8_decode": {"fp8": True, "way": "decode"}, "fp8_codes": {"fp8": True, "way": "codes"},
+    "fp8": {"fp8": True}, "fp8_decode": {"fp8": True, "way": "decode"},
     "fp8_plain": {"fp8": True, "way": "plain"},
     "fp8_kv": {"fp8": True, "kv_codes": True},
 }  # fmt: skip

@@ -1,7 +1,8 @@
 """One layer of a step: its launches, over a step's buffers.
 
-Decode steps of up to 64 sequences over e4m3 codes are six launches a layer that hand each other codes (`few_rows_fp8`):
-of up to 32 two parts of the activations (W8A16), of more one (W8A8).  All others are as `Products` launches them.
+Decode steps of up to 64 sequences over e4m3 codes are five launches a layer that hand each other codes
+(`few_rows_fp8`): of up to 32 two parts of the activations (W8A16), of more one (W8A8).  All others are as `Products`
+launches them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from cki.engine.products import Products, Stream, Weight
 from cki.heuristics.linear import ACTIVATIONS
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
-from cki.ops.few_rows_fp8 import ROWS, Codes, plan_few_rows_fp8
+from cki.ops.embedding import plan_embed_tokens
+from cki.ops.few_rows_fp8 import ROWS, Codes, Heads, plan_embed_codes, plan_few_rows_fp8
 from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
 from cki.ops.paged import plan_paged_attention
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 
 #: The roles of a layer's matrices and their biases.
 _MATRICES = (("wqkv", "bqkv"), ("wo", "bo"), ("wgu", "bgu"), ("wd", "bd"))
-#: Sequences from which on that is better than `linear_decode` (an H200).
-_LEAST_TOKENS = 4
 #: Stands for the gamma of the norm behind a layer.
 NEXT_GAMMA = "next_norm"
 
@@ -58,84 +58,113 @@ class LayerPlanner:
 
     def steps(self, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
         """stream += attention(norm(stream)) wo, then += (activation(gate) * up) wd with gate and up of norm(stream)."""
-        if self._takes_few_rows(stream):
-            return self._few_rows(stream)
+        if stream.codes is not None:
+            return self._few_rows(stream, stream.codes)
         qkv, attended, inner = (self.buffer[name] for name in ("qkv", "attended", "inner"))
         products, activation = self.products, self.model.config.activation
         steps = products.project(stream, self._norm("norm1"), self._matrix("wqkv", "bqkv"), qkv)
-        steps += self._attention(qkv, attended)
+        steps += self._append(qkv) + self._attention(qkv, attended)
         added, stream = products.add(replace(stream, pending=False), attended, self._matrix("wo", "bo"))
         gated = products.gate(stream, self._norm("norm2"), self._matrix("wgu", "bgu"), inner, activation)
         steps += added + self._planned(gated)
         added, stream = products.add(replace(stream, pending=False), inner, self._matrix("wd", "bd"))
         return steps + added, stream
 
-    def _takes_few_rows(self, stream: Stream) -> bool:
+    def begin(self, tokens: Operand, table: Operand, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
+        """The first layer's stream: rows of the table, and their codes where all layers' products take these."""
+        x = stream.x
+        if not self._takes_few_rows(x):
+            return plan_embed_tokens(tokens, table, x, self.device), stream
+        codes = self._codes("x", x.shape[1], dense("squares", (x.shape[0], x.shape[1] // 128), dtypes.f32))
+        gamma = self._norm("norm1").gamma
+        return plan_embed_codes(tokens, table, gamma, x, codes, self.device), replace(stream, codes=codes)
+
+    def _takes_few_rows(self, x: Operand) -> bool:
         """Whether a layer's products are those of `few_rows_fp8`: of a decode step, of whole blocks of 128."""
-        c, x, way = self.model.config, stream.x, self.model.way
+        c = self.model.config
         weights = [self._matrix(*names) for names in _MATRICES]
         widths = x.shape[1], *(self.buffer[name].shape[1] for name in ("qkv", "attended", "inner"))
-        least = 1 if way == "codes" else _LEAST_TOKENS
         return (
-            self.shape.decode and way in (None, "codes") and least <= x.shape[0] <= ROWS and not stream.pending
+            self.shape.decode and self.model.way is None and x.shape[0] <= ROWS
             and self.device.arch == "sm_90a" and x.dtype == dtypes.bf16 and self.model.merge_inside
             and c.activation in ACTIVATIONS and c.head_dim == 128 and not any(width % 128 for width in widths)
             and all(w.scales is not None for w in weights) and not any(w.bias for w in weights[1:])
         )  # fmt: skip
 
-    def _few_rows(self, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
+    def _codes(self, name: str, width: int, squares: Operand | None = None) -> Codes:
+        """Memory for the step's rows: in two parts, of few."""
+        tokens = self.shape.tokens
+        rows = ROWS if tokens <= ROWS // 2 else tokens
+        scales = dense(f"{name}_scales", (tokens, width // 128), dtypes.f32)
+        return Codes(
+            dense(f"{name}_codes", (rows, width), dtypes.e4m3),
+            scales,
+            squares,
+            self.model.config.rms_norm_eps,
+        )
+
+    def _few_rows(self, stream: Stream, of_x: Codes) -> tuple[tuple[Step, ...], Stream]:
         """`steps` by launches that hand each other codes; a norm's 1 / rms is applied by the product behind it."""
         x, qkv, attended, inner = stream.x, *(self.buffer[name] for name in ("qkv", "attended", "inner"))
         wqkv, wo, wgu, wd = (self._matrix(*names) for names in _MATRICES)
-        tokens, eps = x.shape[0], self.model.config.rms_norm_eps
-        has_two_parts = tokens <= ROWS // 2
-
-        def codes(name: str, width: int, squares: Operand | None = None) -> Codes:
-            scales = dense(f"{name}_scales", (tokens, width // 128), dtypes.f32)
-            rows = ROWS if has_two_parts else tokens
-            return Codes(dense(f"{name}_codes", (rows, width), dtypes.e4m3), scales, squares, eps)
 
         def product(x: Codes, weight: Weight, **options: Any) -> tuple[Step, ...]:
             assert weight.scales is not None
             return plan_few_rows_fp8(x, weight.w, weight.scales, self.device, bias=weight.bias, **options)
 
-        of_x = codes("x", x.shape[1], dense("squares", (tokens, x.shape[1] // 128), dtypes.f32))
-        of_attended, of_inner = codes("inner", attended.shape[1]), codes("inner", inner.shape[1])
-        norm1, gamma = self._norm("norm1"), self._norm("norm2").gamma
-        if stream.codes is not None:
-            steps = product(stream.codes, wqkv, y=qkv)
-        elif has_two_parts:
-            steps = self.products.project(stream, norm1, wqkv, qkv, in_16_bits=True)
+        of_attended, of_inner = self._codes("inner", attended.shape[1]), self._codes("inner", inner.shape[1])
+        gamma = self._norm("norm2").gamma
+        if self.model.kv_codes:
+            steps = product(of_x, wqkv, y=qkv) + self._append(qkv)
         else:
-            first = of_x._replace(squares=None)
-            steps = self.products.quantised(stream, norm1, first[:2]) + product(first, wqkv, y=qkv)
+            steps = product(of_x, wqkv, y=qkv, heads=self._heads())
         steps += self._attention(qkv, attended, of_attended)
         steps += product(of_attended, wo, y=x, to=of_x, gamma=gamma)
         steps += product(of_x, wgu, to=of_inner, activation=self.model.config.activation)
         steps += product(of_inner, wd, y=x, to=of_x, gamma=replace(gamma, slot=NEXT_GAMMA))
-        return steps, replace(stream, codes=of_x)
+        return steps, stream
 
     def _planned(self, plan: Plan) -> tuple[Step, ...]:
         for slot, nbytes in plan.workspace:
             self.workspace[slot] = max(nbytes, self.workspace.get(slot, 0))
         return plan.steps
 
+    def _split(self, qkv: Operand) -> tuple[Operand, Operand, Operand]:
+        """Heads [tokens, heads, head_dim] of queries, keys and values."""
+        c, (tokens, width) = self.model.config, qkv.shape
+
+        def heads(count: int, first: int) -> Operand:
+            return qkv.view((tokens, count, c.head_dim), (width, c.head_dim, 1), first * c.head_dim)
+
+        kv = c.num_kv_heads
+        return heads(c.num_heads, 0), heads(kv, c.num_heads), heads(kv, c.num_heads + kv)
+
+    def _append(self, qkv: Operand) -> tuple[Step, ...]:
+        """Norms of heads, rotation, keys and values to the cache."""
+        q, k, v = self._split(qkv)
+        tokens = self.shape.tokens
+        return plan_append_kv(
+            k, v, (self._cache("k"), self._cache("v")), dense("slot_mapping", (tokens,), dtypes.i64), self.device,
+            q=q, q_out=q, positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
+            q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"),
+            norm_eps=self.model.config.rms_norm_eps, scales=self._scales(), overlaps=True,
+        )  # fmt: skip
+
+    def _heads(self) -> Heads:
+        """The same inside a product of Q, K and V."""
+        c, tokens = self.model.config, self.shape.tokens
+        q_norm, k_norm = self._weight("q_norm"), self._weight("k_norm")
+        return Heads(
+            (self._cache("k"), self._cache("v")), dense("slot_mapping", (tokens,), dtypes.i64),
+            dense("positions", (tokens,), dtypes.i32), self._table(),
+            None if q_norm is None or k_norm is None else (q_norm, k_norm), c.rms_norm_eps,
+        )  # fmt: skip
+
     def _attention(self, qkv: Operand, attended: Operand, codes: Codes | None = None) -> tuple[Step, ...]:
         c, shape = self.model.config, self.shape
         tokens, width, dim = shape.tokens, qkv.shape[1], c.head_dim
-        q_end, k_end = c.num_heads * dim, (c.num_heads + c.num_kv_heads) * dim
-
-        def heads(count: int, first: int) -> Operand:
-            return qkv.view((tokens, count, dim), (width, dim, 1), first)
-
-        q, k, v = heads(c.num_heads, 0), heads(c.num_kv_heads, q_end), heads(c.num_kv_heads, k_end)
-        k_cache, v_cache = self._cache("k"), self._cache("v")
-        steps = plan_append_kv(
-            k, v, (k_cache, v_cache), dense("slot_mapping", (tokens,), dtypes.i64), self.device, q=q, q_out=q,
-            positions=dense("positions", (tokens,), dtypes.i32), rotation=self._rotation(),
-            q_norm_weight=self._weight("q_norm"), k_norm_weight=self._weight("k_norm"), norm_eps=c.rms_norm_eps,
-            scales=self._scales(), overlaps=True,
-        )  # fmt: skip
+        q_end = c.num_heads * dim
+        q, k_cache, v_cache = self._split(qkv)[0], self._cache("k"), self._cache("v")
         left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
         lengths = dense("seq_lens", (shape.sequences,), dtypes.i32)
         table = dense("block_table", (shape.sequences, self.model.cache.columns), dtypes.i32)
@@ -147,12 +176,13 @@ class LayerPlanner:
                 counters=self.buffer["counters"] if self.model.merge_inside else None,
                 overlaps=True, keys_early=True,
             )  # fmt: skip
-            return steps + self._planned(plan)
+            return self._planned(plan)
         offsets = dense("cu_seqlens_q", (shape.sequences + 1,), dtypes.i32)
         packed = PackedSequences(offsets, lengths, table, shape.tile_length)
+        steps: tuple[Step, ...] = ()
         if (scales := self._scales()) is not None:
             keys, values, starts = (self.buffer[name] for name in ("k_packed", "v_packed", "cu_seqlens_k"))
-            steps += plan_gather_cache((k_cache, v_cache), scales, table, starts, (keys, values))
+            steps = plan_gather_cache((k_cache, v_cache), scales, table, starts, (keys, values))
             packed = PackedSequences(offsets, starts, None, shape.tile_length)
             k_cache, v_cache = (t.view((1, *t.shape), (0, *t.strides)) for t in (keys, values))
         return steps + plan_attention(
@@ -180,4 +210,8 @@ class LayerPlanner:
         c = self.model.config
         if c.rope_scaling is None:
             return Rotation(c.head_dim, None, c.rope_theta)
-        return Rotation(c.head_dim, dense("cos_sin", (self.model.positions, c.head_dim), dtypes.f32))
+        return Rotation(c.head_dim, self._table())
+
+    def _table(self) -> Operand:
+        """Cosines and sines, which weights of codes always have."""
+        return dense("cos_sin", (self.model.positions, self.model.config.head_dim), dtypes.f32)

@@ -39,8 +39,8 @@ _HOPPER = ("sm_90a",)
 _DECODE_TOKENS = 8
 
 
-#: How products of few tokens are launched: see `Products`; "codes": by `few_rows_fp8`, whatever their number.
-Way = Literal["plain", "decode", "codes"]
+#: How products of few tokens are launched: see `Products`.
+Way = Literal["plain", "decode"]
 
 
 class Weight(NamedTuple):
@@ -75,16 +75,14 @@ class Products:
     device: DeviceInfo
     way: Way | None = None
 
-    def project(
-        self, stream: Stream, norm: Norm, weight: Weight, y: Operand, *, in_16_bits: bool = False
-    ) -> tuple[Step, ...]:
-        """y = norm(stream) @ w.T + bias.  in_16_bits: rows are not quantised, whatever their number."""
+    def project(self, stream: Stream, norm: Norm, weight: Weight, y: Operand) -> tuple[Step, ...]:
+        """y = norm(stream) @ w.T + bias."""
         x = stream.x
-        if not stream.pending and (in_16_bits or self._few(x, weight)):
+        if not stream.pending and self._few(x, weight):
             return self._in_parts(x, weight, y, norm=norm)
         if weight.scales is not None:
             codes = self._codes(x.shape)
-            return self.quantised(stream, norm, codes) + self._w8a8(codes, weight, y)
+            return self._quantised(stream, norm, codes) + self._w8a8(codes, weight, y)
         steps, normed = self._normalised(stream, norm)
         return steps + plan_linear(
             normed, weight.w, weight.bias, None, y, self.device, weight_layout="out_in"
@@ -168,7 +166,7 @@ class Products:
             "code_scales", (rows, -(-width // _BLOCK)), dtypes.f32
         )
 
-    def quantised(self, stream: Stream, norm: Norm, codes: tuple[Operand, Operand]) -> tuple[Step, ...]:
+    def _quantised(self, stream: Stream, norm: Norm, codes: tuple[Operand, Operand]) -> tuple[Step, ...]:
         """codes of norm(stream), by 128 neighbours."""
         x, delta = stream.x, stream.delta
         added = x if stream.pending else None

@@ -44,9 +44,9 @@ def magnitude(config: ModelConfig) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.kind == "yarn" and scaling.factor > 1 else 1.0
 
 
-def cos_sin_table(config: ModelConfig, positions: int) -> NDArray[np.float32] | None:
-    """f32 [positions, head_dim], cosines then sines, as `cki.append_kv` reads it; None for plain rotation."""
-    if config.rope_scaling is None:
+def cos_sin_table(config: ModelConfig, positions: int, *, always: bool = False) -> NDArray[np.float32] | None:
+    """f32 [positions, head_dim], cosines then sines, for `cki.append_kv`; None for plain rotation without `always`."""
+    if config.rope_scaling is None and not always:
         return None
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(config)
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude(config)

@@ -147,20 +147,20 @@ class DecoderPlanner:
         specs = weight_specs(self.config, self.dtype, fp8=self.fp8)
         weight = {role: dense(role, *spec) for role, spec in specs.items()}
         steps = self._advance(shape, buffer) if shape.decode else ()
-        steps += plan_embed_tokens(buffer["tokens"], weight["embed"], buffer["x"], device)
         stream = Stream(buffer["x"], buffer.get("delta"))
         products = Products(device, self.way if shape.decode else "plain")
         workspace: dict[str, int] = {}
         # Layers differ in their tensors, in whether they see a window, and in what the layer before has left to add:
         # each kind is planned once.
-        planned: dict[tuple[bool, bool, bool], tuple[str, tuple[Step, ...], Stream]] = {}
+        planned: dict[tuple[bool, bool], tuple[str, tuple[Step, ...], Stream]] = {}
         for number, windowed in enumerate(self.config.window_layers):
             prefix = f"layers.{number}."
-            kind = windowed, stream.pending, stream.codes is not None
+            layer = LayerPlanner(self, shape, device, products, prefix, windowed, weight, buffer, workspace)
+            if not number:
+                begin, stream = layer.begin(buffer["tokens"], weight["embed"], stream)
+                steps += begin
+            kind = windowed, stream.pending
             if kind not in planned:
-                layer = LayerPlanner(
-                    self, shape, device, products, prefix, windowed, weight, buffer, workspace
-                )
                 planned[kind] = prefix, *layer.steps(stream)
             model_prefix, model_steps, stream = planned[kind]
             is_last = number + 1 == self.config.num_layers

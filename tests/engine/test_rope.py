@@ -74,6 +74,9 @@ def test_factors_divide_each_frequency():
 
 def test_the_table_holds_cosines_and_sines():
     assert cos_sin_table(LONG, 10) is None
+    plain = cos_sin_table(LONG, 10, always=True)
+    assert plain is not None
+    assert plain[9, 64] == pytest.approx(np.sin(9.0), abs=1e-6)
     config = scaled(SCALINGS["yarn"])
     table = cos_sin_table(config, 1000)
     assert table is not None

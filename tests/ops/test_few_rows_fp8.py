@@ -12,10 +12,10 @@ from cki.device import sim_device
 from cki.errors import UnsupportedError
 from cki.operand import dense
 from cki.ops.call import call
-from cki.ops.few_rows_fp8 import Codes, plan_few_rows_fp8
+from cki.ops.few_rows_fp8 import Codes, Heads, plan_embed_codes, plan_few_rows_fp8
 from cki.ops.spec import Attribute, Input, OpSpec, OutputSpec
 from cki.plan import Plan
-from cki.reference import linear_fp8
+from cki.reference import append_kv, linear_fp8
 from tests.compare import assert_close
 from tests.ops.inputs import BF16, E4M3, normal
 from tests.ops.test_linear_fp8 import codes, hopper, scales  # noqa: F401
@@ -134,6 +134,8 @@ def test_gates(hopper, rows, depth, columns, sm_count, norm, parts):  # noqa: F8
     ("rows", "depth", "columns", "split", "sm_count", "parts"),
     [
         (64, 2448, 256, 2, 132, 1),
+        (64, 1424, 256, 3, 132, 1),
+        (32, 400, 128, 3, 132, 2),
         (70, 272, 128, 2, 132, 1),
         (70, 272, 256, 1, 2, 1),
         (32, 272, 128, 2, 132, 2),
@@ -162,10 +164,114 @@ def test_project(hopper, rows, depth, columns, split, parts):  # noqa: F811
     assert_close(got, truth, truth.astype(BF16))
 
 
+# Queries of two heads, a key's, a value's; slots and positions outside; blocks of a power of two, and not; K in two
+# parts, whole, a block with several heads.
+@pytest.mark.parametrize(
+    ("rows", "depth", "split", "sm_count", "parts", "norm", "block_size"),
+    [
+        (40, 384, 2, 132, 1, True, 16), (19, 256, 2, 132, 2, True, 5), (9, 256, 1, 3, 2, False, 16),
+        (64, 128, 1, 3, 1, True, 16),
+    ],
+)  # fmt: skip
+def test_heads(hopper, rows, depth, split, sm_count, parts, norm, block_size):  # noqa: F811
+    given, product = problem(rows, depth, 4 * 128, norm=True, parts=parts)
+    rng, blocks = np.random.default_rng(1), -(-rows // block_size) + 1
+    bias = normal((512,), BF16, 2)
+    slots = rng.permutation(blocks * block_size)[:rows].astype(np.int64)
+    positions = rng.integers(0, 50, rows).astype(np.int32)
+    slots[1], slots[3], positions[2], positions[4] = -1, blocks * block_size, -1, 50
+    table = np.cos(normal((50, 128), np.float32, 8))
+    gammas = [normal((128,), BF16, seed) for seed in (3, 4)] if norm else [None, None]
+    caches = [normal((blocks, block_size, 1, 128), BF16, seed) for seed in (5, 6)]
+    found = []
+    for seed in range(2):
+        with every_check(hopper, seed):
+            tensors = [
+                None if t is None else hopper.array(t.copy())
+                for t in (*given, bias, *caches, slots, positions, table, *gammas)
+            ]
+            out = call(heads_operation(sm_count, split), tuple(tensors), (), (None,))
+            q = hopper.numpy(out).reshape(rows, 4, 128)[:, :2]
+            found.append([hopper.numpy(tensors[6]).copy(), hopper.numpy(tensors[7]).copy(), q.copy()])
+    for first, second in zip(*found):
+        assert first.tobytes() == second.tobytes()
+    q, k, v = np.split((product + bias.astype(np.float64)).reshape(rows, 4, 128), (2, 3), axis=1)
+    options = {"positions": positions, "cos_sin": table, "norm_eps": EPS}
+    options |= {} if not norm else {"q_norm_weight": gammas[0], "k_norm_weight": gammas[1]}
+    truth = append_kv(k, v, [c.astype(np.float64) for c in caches], slots, q=q, **options)
+    for got, expected in zip(found[0], truth):
+        assert_close(got, expected, expected.astype(BF16))
+
+
+def heads_operation(sm_count, split):
+    """The planner with heads as an operation on memory that it writes."""
+
+    def plan(problem, outputs, device):
+        gammas = problem.get("q_gamma"), problem.get("k_gamma")
+        heads = Heads(
+            (problem["k_cache"], problem["v_cache"]), problem["slots"], problem["positions"], problem["table"],
+            None if gammas[0] is None else gammas, EPS,
+        )  # fmt: skip
+        x = Codes(problem["x"], problem["x_scale"], problem["squares"], EPS)
+        return Plan(plan_few_rows_fp8(
+            x, problem["w"], problem["w_scale"], dataclasses.replace(device, sm_count=sm_count), y=outputs["out"],
+            bias=problem["bias"], split=split, heads=heads,
+        ))  # fmt: skip
+
+    names = ("x", "x_scale", "w", "w_scale", "squares", "bias")
+    written = (Input("k_cache", written=True), Input("v_cache", written=True))
+    rest = (*map(Input, ("slots", "positions", "table")), Input("q_gamma", True), Input("k_gamma", True))
+    return OpSpec(
+        name=f"few_rows_fp8_heads_{sm_count}_{split}", inputs=(*map(Input, names), *written, *rest),
+        attributes=(), outputs=("out",), check=lambda problem: None, plan=plan,
+        infer=lambda problem: {"out": OutputSpec((problem["x_scale"].shape[0], 512), dtypes.bf16)},
+    )  # fmt: skip
+
+
+# Tokens outside the table; columns that are no whole blocks of four warps; W8A8 and two parts.
+@pytest.mark.parametrize(("rows", "columns", "parts"), [(40, 640, 1), (32, 256, 2)])
+def test_embed_codes(hopper, rows, columns, parts):  # noqa: F811
+    table, gamma = normal((50, columns + 4), BF16, 1)[:, :columns], normal((columns,), BF16, 2)
+    tokens = np.random.default_rng(3).integers(0, 50, rows).astype(np.int32)
+    tokens[-2:] = -1, 50
+
+    def plan(problem, outputs, device):
+        to = Codes(*(outputs[name] for name in ("out", "scale_out", "squares_out")))
+        x = outputs["x_out"]
+        return Plan(plan_embed_codes(problem["tokens"], problem["table"], problem["gamma"], x, to, device))
+
+    groups = (rows, columns // 128)
+    outputs = {
+        "out": OutputSpec((64 if parts == 2 else rows, columns), dtypes.u8),
+        "scale_out": OutputSpec(groups, dtypes.f32),
+        "squares_out": OutputSpec(groups, dtypes.f32), "x_out": OutputSpec((rows, columns), dtypes.bf16),
+    }  # fmt: skip
+    operation = OpSpec(
+        name=f"embed_codes_{rows}", inputs=tuple(map(Input, ("tokens", "table", "gamma"))), attributes=(),
+        outputs=tuple(outputs), check=lambda problem: None, infer=lambda problem: outputs, plan=plan,
+    )  # fmt: skip
+    with every_check(hopper, 0):
+        found = call(operation, tuple(map(hopper.array, (tokens, table, gamma))), (), (None,) * 4)
+    got, scale, squares, x = map(hopper.numpy, found)
+    truth = np.where(((tokens >= 0) & (tokens < 50))[:, None], table[tokens % 50].astype(np.float64), 0.0)
+    np.testing.assert_array_equal(x.astype(np.float64), truth)
+    np.testing.assert_allclose(squares, (truth**2).reshape(rows, -1, 128).sum(-1), rtol=1e-5)
+    check_codes(
+        got[: rows - 2 if parts == 1 else 64], scale[:-2], (truth * gamma.astype(np.float64))[:-2], parts
+    )
+    places = np.arange(rows) if parts == 1 else first_parts(rows)
+    assert not (got[places[-2:]] & 127).any()  # zeros of either sign
+
+
 def test_what_it_does_not_take():
-    """Other GPUs, and columns that are no whole blocks."""
+    """Other GPUs, columns that are no whole blocks, caches and positions of other types."""
     x = Codes(dense("x", (64, 256), dtypes.e4m3), dense("x_scale", (64, 2), dtypes.f32))
     w, w_scale = dense("w", (2 * 192, 256), dtypes.e4m3), dense("w_scale", (3, 2), dtypes.f32)
     to = Codes(dense("out", (64, 192), dtypes.e4m3), dense("scale_out", (64, 2), dtypes.f32))
     with pytest.raises(UnsupportedError, match="sm_90a(.|\n)*whole blocks"):
         plan_few_rows_fp8(x, w, w_scale, sim_device("sm_80"), to=to)
+    cache, index = dense("k_cache", (9, 16, 1, 128), dtypes.f16), dense("slots", (64,), dtypes.i64)
+    heads = Heads((cache, cache), index, index, dense("table", (9, 128), dtypes.f32))
+    y = dense("y", (64, 384), dtypes.bf16)
+    with pytest.raises(UnsupportedError, match="dense bf16 rows(.|\n)*positions not i32"):
+        plan_few_rows_fp8(x, w, w_scale, sim_device("sm_90a"), y=y, heads=heads)

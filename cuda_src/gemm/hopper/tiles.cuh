@@ -34,8 +34,13 @@ struct HopperLayout {
   static_assert(kBlockN % kSlabColumns == 0 && kBlockN <= 256, "whole slabs, and one wgmma across");
 };
 
-// An opaque copy of the lane: else the compiler computes what depends on it before the loop over all tiles, and keeps
-// it in registers through the products, which have none to spare.
+// Opaque copies of the thread's number and the lane: else the compiler computes what depends on them before the loop over all
+// tiles, and keeps it in registers through the products, which have none to spare.
+__device__ __forceinline__ int opaque_thread() {
+  u32 thread[1] = {threadIdx.x};
+  ptx::wgmma_fence_registers(thread);
+  return static_cast<int>(thread[0]);
+}
 __device__ __forceinline__ int opaque_lane() {
   u32 lane[1] = {threadIdx.x % 32};
   ptx::wgmma_fence_registers(lane);
