@@ -1,6 +1,6 @@
 """Llama-8B's four products at 1 to 2048 rows, weights in both orders: CKI's choice, its other kernels, and cuBLASLt.
 
-    python bench/gemm_llama.py                                   # all 40 cells, about a minute and a half on an H200
+    python bench/gemm_llama.py                                   # all 48 cells, about a minute and a half on an H200
     python bench/gemm_llama.py --rows 1 16 --layout in_out
     python bench/gemm_llama.py --without l0                      # candidates whose names contain that
 
@@ -45,15 +45,16 @@ from cki.ops.linear import plan_linear
 
 #: Columns of Q, K and V; the attention's output; gate and up; down: DEPTHxCOLUMNS.
 PRODUCTS = ("4096x6144", "4096x4096", "4096x28672", "14336x4096")
-ROWS = (1, 8, 16, 64, 2048)
+ROWS = (1, 8, 16, 32, 64, 2048)
 LAYOUTS = ("in_out", "out_in")
 #: (ahead, left): stages that a launch asks for ahead, copies that are left when it lets the next one begin.
 EARLY = ((4, 0), (0, 4))
-#: Of Hopper's GEMM with up to 64 rows.
+#: Of Hopper's GEMM with up to 64 rows, and how early a launch of them lets the next one begin.
 LOW_TILES = (
-    *SMALL_TILES, HopperTile(64, 64, 12, consumers=1), HopperTile(64, 64, 8, True), HopperTile(64, 128, 8, True),
+    *SMALL_TILES, HopperTile(64, 64, 12, consumers=1), HopperTile(64, 128, 8, consumers=1),
     HopperTile(64, 128, 8, split=2),
 )  # fmt: skip
+LOW_EARLY = ((4, 0), (0, 4), (4, 8))
 #: (columns, stages, ahead, left) of tiles whose warps have rings of their own, K whole.
 OWN_RINGS = (
     (64, 5, 8, 0), (64, 5, 12, 0), (64, 5, 16, 0), (64, 5, 24, 0), (64, 5, 16, 2), (64, 5, 12, 4), (64, 5, 16, -1),
@@ -87,7 +88,8 @@ def candidates(
                 if across > 32 or not along_n
             ]
     if 16 < rows <= 64:
-        tiles += [*LOW_TILES, *(dataclasses.replace(t, ahead=a, left=n) for t in LOW_TILES for a, n in EARLY)]
+        low = [dataclasses.replace(tile, rows_x=rows % 64) for tile in LOW_TILES]
+        tiles += [*low, *(dataclasses.replace(t, ahead=a, left=n) for t in low for a, n in LOW_EARLY)]
     elif rows > 64:
         tiles += sorted(TILES, key=lambda tile: predicted_time(tile, rows, columns, depth, device))[:3]
     kinds = {SkinnyTile: "skinny", HopperTile: "hopper"}

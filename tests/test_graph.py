@@ -367,6 +367,7 @@ def test_products_of_torch_take_the_graphs_own_memory() -> None:
 
     def reserved() -> int:
         torch.cuda.synchronize()
+        gc.collect()
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved())
 

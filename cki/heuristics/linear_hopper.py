@@ -56,7 +56,8 @@ class HopperTile:
     fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
     pairs: GELU of an f16 result in pairs, in half of the instructions, less exact in its tail (`gelu_pair` of
         cuda_src/gemm/activation.cuh).
-    spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers."""
+    spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers.
+    narrow: columns of tiles that come last, narrower than the others: see `narrow_from`."""
 
     block_m: int
     block_n: int
@@ -72,6 +73,7 @@ class HopperTile:
     left: int = -1
     rows_x: int = 0
     pairs: bool = False
+    narrow: int = 0
 
     @property
     def shares_columns(self) -> bool:
@@ -129,7 +131,7 @@ class HopperTile:
             f"a{self.ahead}" if self.ahead else "", f"l{self.left}" if self.left >= 0 else "",
             f"x{self.rows_x}" if self.rows_x else "",
             "" if self.programmatic else "serial", "pairs" if self.pairs else "",
-            "spare" if self.spare_warps else "",
+            "spare" if self.spare_warps else "", f"n{self.narrow}" if self.narrow else "",
         )  # fmt: skip
         return "".join(words)
 
@@ -181,6 +183,30 @@ def wide_fits(activation: str | None, *, residual: bool, fetched: bool, norms: b
     return not norms and (not residual or (fetched and activation is None))
 
 
+def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -> tuple[int, float]:
+    """From which column on tiles should be narrower, so that no block has much more to multiply than others, and what
+    the busiest has, in tiles of block_m x 128.  Blocks get wide tiles in turn, then narrow ones."""
+    down, blocks = -(-rows // tile.block_m), max(device.sm_count, 1)
+
+    def busiest(across: int) -> float:
+        wide = down * across
+        every = wide + down * -(-(columns - across * tile.block_n) // tile.narrow)
+        work = 0.0
+        for block in (0, *(count % blocks for count in (wide - 1, wide, every - 1, every))):
+            own_wide, own = (max(0, -(-(count - block) // blocks)) for count in (wide, every))
+            work = max(work, (own_wide * tile.block_n + (own - own_wide) * tile.narrow) / 128)
+        return work
+
+    work, across = min((busiest(across), -across) for across in range(1, columns // tile.block_n + 1))
+    return -across * tile.block_n, work
+
+
+def wide_rounds(activation: str | None, *, residual: bool) -> int | None:
+    """Rounds of tiles from which on a finish is better off in tiles half as wide again; None: never.  As measured:
+    what costs most gains in the fewest, for the last finish, which nothing hides, is half as long again."""
+    return 12 if residual else {"gelu": 8, "gelu_tanh": 12, "silu": 16}.get(activation or "")
+
+
 def tile_count(tile: HopperTile, rows: int, columns: int) -> int:
     """Tiles of a rows x columns result."""
     return -(-rows // tile.block_m) * -(-columns // tile.block_n)
@@ -205,6 +231,8 @@ _FINISH_US = {"": (0.0, 0.32), "activation": (1.44, 0.59), "residual": (0.42, 0.
 _SPARE_ROUNDS = 4
 # Bytes of a weight from which on memory bounds a product of few rows.
 _HEAVY_BYTES = 24 << 20
+# Rows of x that blocks copy which have no more, and stages of K up to which launches are short.
+_COPIED_ROWS, _SHORT_STAGES = (32, 48, 64, 80, 96, 112, 128), 64
 # Of the sum over a cluster's blocks.
 _EXCHANGE_US = 2.6
 
@@ -245,14 +273,14 @@ def choose_hopper_tile(
 
 def preferred_hopper_tile(
     rows: int, columns: int, depth: int, device: DeviceInfo, *, activation: bool = False, residual: bool = False,
-    gated: bool = False, norm: str | None = None, may_be_wide: bool = False,
+    gated: bool = False, norm: str | None = None, wide_from: int | None = None,
 ) -> HopperTile | None:  # fmt: skip
     """The tile when the kernel is the better choice for a product of 16-bit elements that asks for none; else None.
 
     It must be so for a launch that follows no other too: small products keep the generic kernel.
     gated: columns are gates and ups, of which every consumer needs whole 64.
     norm: "layer", "rms" or "residual": what is normalised on the way, see `norm_fits`.
-    may_be_wide: the finish is one for which tiles half as wide again may be better: GELU, or a residual by TMA.
+    wide_from: rounds of tiles from which on those half as wide again are better, if they can be taken: `wide_rounds`.
     """
     among = [
         tile
@@ -263,13 +291,20 @@ def preferred_hopper_tile(
     tile = choose_hopper_tile(
         rows, columns, depth, device, activation=activation, residual=residual, among=among
     )
-    if 48 < rows <= 64 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES:
-        tile = _heavy_tile(columns, device)
+    is_heavy = 16 < rows <= 128 and not gated and norm is None and 2 * depth * columns >= _HEAVY_BYTES
+    if is_heavy and rows <= 64:
+        tile = _heavy_tile(rows, columns, depth, device)
     elif tile.split > 1:
         tile = replace(tile, stages=_SPLIT_STAGES)
-    if may_be_wide and _is_better_wide(tile, rows, columns, depth, device):
-        tile = WIDE_TILES[0 if residual else 1]
-    elif residual and (tile.split, tile.consumers) == (1, 2):
+    if is_heavy and rows > 64:
+        if device.sm_count < 2 * -(-columns // 64) <= 2 * device.sm_count:
+            tile = HopperTile(128, 64, 8, True)
+        if rows <= tile.block_m:
+            tile = replace(tile, rows_x=next(count for count in _COPIED_ROWS if rows <= count) % 128)
+    usual = tile
+    if wide_from is not None:
+        tile = _wide_tile(tile, rows, columns, depth, device, residual, wide_from)
+    if tile is usual and residual and (tile.split, tile.consumers) == (1, 2):
         shape = (tile.block_m, tile.block_n, tile.ping_pong)
         fetching = next((t for t in FETCHING_TILES if shape == (t.block_m, t.block_n, t.ping_pong)), tile)
         tile = replace(tile, stages=fetching.stages, fetches=fetching.fetches)
@@ -293,27 +328,47 @@ def _shares_weight(tile: HopperTile, rows: int, columns: int, device: DeviceInfo
     return is_usual and pairs and tile_count(tile, rows, columns) >= 2 * device.sm_count
 
 
-def _is_better_wide(tile: HopperTile, rows: int, columns: int, depth: int, device: DeviceInfo) -> bool:
-    """Whether a finish that costs is better off in a tile half as wide again: where its rounds take hardly longer."""
-    wide, sms = WIDE_TILES[0], max(device.sm_count, 1)
-    if not tile.ping_pong or (tile.block_m, tile.block_n) != (128, 128) or _stages(depth) > _WIDE_STAGES:
-        return False
-    rounds, wide_rounds = (-(-tile_count(t, rows, columns) // sms) for t in (tile, wide))
-    return wide_rounds * wide.block_n / tile.block_n <= _WIDE_ROUNDS * rounds
+def _wide_tile(
+    tile: HopperTile,
+    rows: int,
+    columns: int,
+    depth: int,
+    device: DeviceInfo,
+    residual: bool,
+    least_rounds: int,
+) -> HopperTile:
+    """One half as wide again where a finish that costs is better off in it: where its rounds, narrower tiles at the end
+    included, take hardly longer.  Else the tile itself."""
+    wide = replace(WIDE_TILES[0 if residual else 1], narrow=128)
+    is_usual = tile.ping_pong and (tile.block_m, tile.block_n) == (128, 128)
+    rounds = -(-tile_count(tile, rows, columns) // max(device.sm_count, 1))
+    if not is_usual or _stages(depth) > _WIDE_STAGES or columns < wide.block_n or rounds < least_rounds:
+        return tile
+    column, busiest = narrow_from(wide, rows, columns, device)
+    if busiest > _WIDE_ROUNDS * rounds:
+        return tile
+    return wide if column < columns else replace(wide, narrow=0)
 
 
-def _heavy_tile(columns: int, device: DeviceInfo) -> HopperTile:
-    """Of up to 64 rows by a weight that memory gives, which the model above does not know: as measured.
+def _heavy_tile(rows: int, columns: int, depth: int, device: DeviceInfo) -> HopperTile:
+    """Of 17 to 64 rows by a weight that memory gives, which the model above does not know: as measured.
 
-    Two launches of the tile should fit the GPU side by side, so that one begins while the other ends: when few of its
-    copies are left, so that memory always has something to do.
+    An SM takes in 110 KB of x and weight a microsecond, so rows that are not there are not copied.  Two launches lie
+    side by side.  Short ones let the next begin 8 copies before their end, when memory soon has nothing else to do;
+    longer ones, whose blocks end at different times, at once: else blocks crowd onto the SMs where some have ended.
     """
-    across = -(-columns // 64)
+    rows_x = next(count for count in _COPIED_ROWS if rows <= count) % 64
+    across, stages = -(-columns // 64), _stages(depth)
+    if 4 * across <= device.sm_count:
+        ahead, left = (4, 4) if stages <= 2 * _SHORT_STAGES else (0, -1)
+        return HopperTile(64, 64, 12, split=2, consumers=1, ahead=ahead, left=left, rows_x=rows_x)
     if 2 * across <= device.sm_count:
-        return HopperTile(64, 128, 8, split=2, left=4)
+        left = 8 if 2 * stages <= 3 * _SHORT_STAGES else -1
+        return HopperTile(64, 64, 12, consumers=1, left=left, rows_x=rows_x)
     if across <= device.sm_count:
-        return HopperTile(64, 128, 8, True, left=4)
-    return replace(SMALL_TILES[0], ahead=4, left=0)
+        ahead, left = (4, 8) if stages <= _SHORT_STAGES else (0, -1)
+        return HopperTile(64, 128, 8, consumers=1, ahead=ahead, left=left, rows_x=rows_x)
+    return replace(SMALL_TILES[0], ahead=2, left=0, rows_x=rows_x)
 
 
 def beats_generic(

@@ -65,6 +65,7 @@ class SkinnyTile:
     left: of its copies, when it lets the next launch begin: late, that one asks for its weight when memory has nothing
         else to do; -1: from the beginning on.
     own_rings: each of the warps that share K has a ring and takes whole stages in turn; they share no columns.
+    refill: such a warp fills a stage anew when it has read it, not a stage later, so that all stages are under way.
     """
 
     block_m: int
@@ -77,6 +78,7 @@ class SkinnyTile:
     ahead: int = 0
     left: int = -1
     own_rings: bool = False
+    refill: bool = False
 
     @property
     def threads(self) -> int:
@@ -87,13 +89,14 @@ class SkinnyTile:
         """Bytes of dynamic shared memory: the ring, and the parts of the sums in its place."""
         rings = self.warps_k if self.own_rings else 1
         ring = rings * self.stages * (self.block_m + self.block_n) * STAGE_ROW_BYTES
-        parts = self.warps_k * self.block_m * (self.block_n + 8) * 4
+        parts = self.warps_k * self.block_m * (-(-self.block_n // 32) * 32 + 8) * 4
         return max(ring, parts)
 
     def __str__(self) -> str:
         warps = f"w{self.warps_n}x{self.warps_k}s{self.stages}"
         kind = ("own" if self.own_rings else "") + ("" if self.programmatic else "serial")
         early = (f"a{self.ahead}" if self.ahead else "") + (f"l{self.left}" if self.left >= 0 else "")
+        early += "r" if self.refill else ""
         return f"{self.block_m}x{self.block_n}{warps}k{self.split}{kind}{early}"
 
 
@@ -105,9 +108,17 @@ def _with_splits(
 
 #: Of weights [N, K] alone: along N its launches take up to 40 % longer when the next begins as late as it should.
 ALONG_K_TILE = SkinnyTile(16, 64, 1, 4, 7, 2)
+#: Of weights [N, K] alone, too, so narrow that nearly all SMs have a block: two an SM, so that the next launch's are
+#: there; for columns that make a block for half of the SMs; and, alone on one, for those that make one for nearly each.
+NARROW_TILES = tuple(
+    SkinnyTile(16, block_n, 1, warps, stages, own_rings=True, refill=True)
+    for block_n, warps, stages in ((32, 4, 4), (32, 8, 3), (48, 4, 3))
+)
+FULL_TILE = SkinnyTile(16, 48, 1, 6, 3, own_rings=True, refill=True)
 #: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
-    ALONG_K_TILE, *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
+    *NARROW_TILES, FULL_TILE, ALONG_K_TILE,
+    *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
     *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
     SkinnyTile(32, 64, 2, 2, 4),
@@ -115,8 +126,10 @@ CANDIDATES = (
     SkinnyTile(64, 64, 2, 2, 3),
     SkinnyTile(16, 64, 1, 4, 5, own_rings=True),
 )  # fmt: skip
-#: Stages of a ring of a warp's own, from which on the next launch should begin before the last copies.
-_LONG_RING = 32
+#: Stages from which on the next launch should begin before the last copies: of a warp's ring, of narrow tiles' K.
+_LONG_RING, _SHORT = 32, 96
+#: Part of the SMs that have a block.
+_FILLED = 0.9
 
 
 def fits(tile: SkinnyTile, itemsize: int, device: DeviceInfo, *, along_n: bool) -> bool:
@@ -148,27 +161,44 @@ def side_by_side(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) 
     return 2 * across * down <= blocks_together(tile, device) * max(device.sm_count, 1)
 
 
+def _fills(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> bool:
+    """Whether a launch has a block alone on nearly each SM: the next one's come as they end."""
+    across, down, _ = skinny_blocks(tile, rows, columns)
+    return (
+        blocks_together(tile, device) == 1 and _FILLED * device.sm_count <= across * down <= device.sm_count
+    )
+
+
 def _launched(
     tile: SkinnyTile, rows: int, columns: int, stages: int, device: DeviceInfo, *, along_n: bool
 ) -> SkinnyTile:
     """The tile with how its launches overlap, as measured.
 
     The next launch should begin when this one's copies end.  With several blocks an SM it must while all of them still
-    run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096).  Launches that
-    lie beside each other may ask for three times as much ahead; of a long weight [N, K] (14336 x 4096) they took
-    28.8 us when begun four copies before the end, 31.8 at the end; of a short one 9.4 at the end, 10.2 before.
-    Two blocks an SM: along N two stages asked for ahead, two copies before the end, are best (13.5 us; four before
-    14.2, at the end 18); along K those take up to 19 us in some replays, four and four do not.
-    stages: along K.
+    run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096); and long ones
+    end at different times.  Of launches beside each other, long ones took 28.8 us (14336 x 4096) when begun four copies
+    before the end, 31.8 at the end; short ones 9.4 at the end, 10.2 before.  stages: along K.
     """
+    if tile == FULL_TILE and _fills(tile, rows, columns, device):
+        return replace(tile, ahead=8, left=0)
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
+    if tile.refill:
+        is_short, is_narrow = stages <= _SHORT, tile.block_n == 32
+        ahead, left = (10, 0) if is_short and is_narrow else (8 if is_narrow else 4, 2 if is_short else 4)
+        return replace(tile, ahead=ahead, left=left)
     if tile.own_rings:
         return replace(tile, ahead=12, left=4 if stages > _LONG_RING * tile.warps_k else 0)
     across, down, _ = skinny_blocks(tile, rows, columns)
     if across * down <= device.sm_count:
         return replace(tile, ahead=4, left=0)
     return replace(tile, ahead=2, left=2) if along_n else replace(tile, ahead=4, left=4)
+
+
+def _overlaps(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> bool:
+    """Whether the next launch does something while one ends."""
+    full = replace(tile, ahead=0, left=-1) == FULL_TILE and _fills(tile, rows, columns, device)
+    return full or side_by_side(tile, rows, columns, device)
 
 
 def predicted_time(
@@ -188,13 +218,15 @@ def predicted_time(
     alone = max(_STAGE_US + stage_bytes / _ALONE_RATE, _LATENCY_US / (tile.stages - 1))
     share = max(stage_bytes / _SM_RATE, products / _PRODUCT_RATE)
     if tile.own_rings:
-        alone = share = stage_bytes / _OWN_RATE
+        alone = share = max(
+            stage_bytes / _OWN_RATE, _LATENCY_US / tile.warps_k / (tile.stages - (not tile.refill))
+        )
     fullest = math.ceil(blocks / (sms * (_CLUSTERED if tile.split > 2 else 1)))  # blocks of the fullest SM
     rounds = [together] * (fullest // together) + [fullest % together] * (fullest % together > 0)
     in_sms = own_stages * sum(max(alone, count * share) for count in rounds)
     read = depth * columns * itemsize / _READ_RATE
     copied = blocks * own_stages * (tile.block_n + min(rows, tile.block_m)) * STAGE_ROW_BYTES / _L2_RATE
-    overlapped = tile.programmatic and side_by_side(tile, rows, columns, device)
+    overlapped = tile.programmatic and _overlaps(tile, rows, columns, device)
     edge = _OVERLAPPED_EDGE_US if overlapped else _EDGE_US
     if tile.split > 1:
         edge += _EXCHANGE_US + min(rows, tile.block_m) * tile.block_n * _EXCHANGE_SUM_US
@@ -218,7 +250,9 @@ def choose_skinny_tile(
         for tile in among
         if fits(tile, itemsize, device, along_n=along_n)
         and not (tile == ALONG_K_TILE and along_n)
-        and not (tile.own_rings and (itemsize > 2 or not side_by_side(tile, rows, columns, device)))
+        and not (tile.own_rings and (itemsize > 2 or not _overlaps(tile, rows, columns, device)))
+        and not (tile.own_rings and not tile.refill and not along_n)  # narrow tiles are better
+        and not (tile.block_n == 48 and columns <= 32 * device.sm_count)
     ]
     lowest = min((tile.block_m for tile in found if tile.block_m >= rows), default=MAX_ROWS)
     found = [tile for tile in found if tile.block_m == lowest]

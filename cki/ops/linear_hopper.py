@@ -26,9 +26,11 @@ from cki.heuristics.linear_hopper import (
     HopperTile,
     beats_generic,
     choose_hopper_tile,
+    narrow_from,
     norm_fits,
     preferred_hopper_tile,
     wide_fits,
+    wide_rounds,
 )
 from cki.heuristics.rows import RowBatch, row_batches
 from cki.kernel import KernelSpec, kernel_spec
@@ -114,11 +116,12 @@ def preferred(
         return None
     fetched = residual is not None and stores_by_tma(y) and _is_for_tma(residual, batches)
     norms = gated or norm is not None or statistics
-    may_be_wide = fetched or (residual is None and activation in ("gelu", "gelu_tanh"))
-    may_be_wide &= wide_fits(activation, residual=residual is not None, fetched=fetched, norms=norms)
+    wide_from = None
+    if wide_fits(activation, residual=residual is not None, fetched=fetched, norms=norms):
+        wide_from = wide_rounds(activation, residual=fetched)
     return preferred_hopper_tile(
         batches[0].rows, columns, x.shape[-1], device, activation=activation is not None,
-        residual=residual is not None, gated=gated, norm=norm, may_be_wide=may_be_wide,
+        residual=residual is not None, gated=gated, norm=norm, wide_from=wide_from,
     )  # fmt: skip
 
 
@@ -220,6 +223,10 @@ def plan_linear_hopper(
     fits = wide_fits(activation, residual=residual is not None, fetched=fetches, norms=norms)
     if tile.accumulators > 128 and not fits:
         obstacles.append(f"tiles {tile}: no registers for norms, nor for a residual but by TMA and alone")
+    if tile.narrow and (norms or gates is not None or not tile.ping_pong or y.shape[-1] < tile.block_n):
+        obstacles.append(
+            f"tiles {tile}: narrower ones of consumers in turn, behind wide ones, without norms and gates"
+        )
     if gates is not None:
         obstacles += _halves_obstacles(y, access)
     if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
@@ -233,6 +240,10 @@ def plan_linear_hopper(
     rows, depth, columns = batch.rows, x.shape[-1], y.shape[-1]
     out_columns = tile.block_n if gates is None else tile.block_n // 2  # of a tile
     tiles = -(-rows // tile.block_m) * -(-columns // out_columns)
+    narrow = 0
+    if tile.narrow:
+        narrow, _ = narrow_from(tile, rows, columns, device)
+        tiles = -(-rows // tile.block_m) * (narrow // tile.block_n + -(-(columns - narrow) // tile.narrow))
     if tiles > _MAX_TILES:
         raise UnsupportedError(f"linear: {tiles} tiles", [f"{_MAX_TILES} at most"], "the generic kernel")
     x_stride, *residual_strides, y_stride = (strides[2] for strides in batch.strides)
@@ -257,6 +268,7 @@ def plan_linear_hopper(
         w_map = tensor_map(w, w_columns, depth, access.stride, (64, box_depth))
     else:
         boxes = tile.sharers if gates is None else max(2, tile.sharers)
+        boxes = tile.block_n // 64 if tile.narrow else boxes
         w_map = tensor_map(w, depth, w_columns, access.stride, (STAGE_DEPTH, tile.block_n // boxes))
     y_map = tensor_map(y, columns, rows, y_stride, (64, _STORE_ROWS)) if tma_store else x_map
     residual_map = x_map
@@ -264,7 +276,7 @@ def plan_linear_hopper(
         residual_map = tensor_map(residual, columns, rows, residual_stride, (64, _STORE_ROWS))
     arguments: tuple[ArgumentValue, ...] = (
         x_map, w_map, y_map, residual_map, bias or NullPointer(), residual or NullPointer(), y, rows, columns, depth,
-        *(gates or (0, 0)),
+        *(gates or (0, narrow)),
         1 if bias is None else bias.strides[0], residual_stride, residual_step, y_stride, y_step,
         *_norm_arguments(norm, statistics), x, w, x_stride,
         *((access.stride, access.column_stride) if access.along_n else (access.column_stride, access.stride)),
@@ -273,7 +285,9 @@ def plan_linear_hopper(
     if tile.split > 1:  # its blocks have one tile
         blocks = tiles * tile.split
     else:
-        clusters = -(-rows // (tile.block_m * tile.sharers)) * -(-columns // out_columns)
+        clusters = (
+            tiles if tile.narrow else -(-rows // (tile.block_m * tile.sharers)) * -(-columns // out_columns)
+        )
         blocks = tile.sharers * max(1, min(clusters, device.sm_count * tile.blocks_together // tile.sharers))
     reason = (
         f"{rows} x {depth} by {columns}: wgmma and TMA, tiles of {tile.block_m} x {tile.block_n}, "
@@ -314,7 +328,7 @@ def hopper_kernel(
         kActivation=_GELU_PAIRS if pairs and activation == "gelu" else ACTIVATIONS[activation],
         kBlockM=tile.block_m, kRowsX=tile.rows_x or tile.block_m,
         kBlockN=tile.block_n, kStages=tile.stages, kStagesAhead=tile.stages_ahead, kLeft=tile.left,
-        kPingPong=tile.ping_pong, kSplit=tile.split, kSharers=tile.sharers, kGated=gated,
+        kPingPong=tile.ping_pong, kNarrowN=tile.narrow, kSplit=tile.split, kSharers=tile.sharers, kGated=gated,
         kWeightAlongN=along_n, kRowNorm=_ROW_NORMS[norm], kSpareWarps=spare_warps, kStatistics=statistics,
         kTmaStore=tma_store, kTmaResidual=fetches, kVectorY=2 if pair_y else 1,
         kVectorBias=2 if (bias is not None or norm == "residual") and pair_bias else 1,
@@ -388,6 +402,8 @@ def representative_specs() -> list[KernelSpec]:
         ),
         hopper_kernel(bf16, WIDE_TILES[0], residual=True, fetches=True),
         hopper_kernel(f16, WIDE_TILES[1], bias=f32, activation="gelu", along_n=False),
+        hopper_kernel(bf16, replace(WIDE_TILES[0], narrow=128), bias=bf16, residual=True, fetches=True, along_n=False),
+        hopper_kernel(f16, replace(WIDE_TILES[1], narrow=128), bias=f32, activation="gelu"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", pairs=True),
         hopper_kernel(f16, HopperTile(128, 128, 6, True, sharers=2, spare_warps=True), bias=f32, activation="gelu",
                       norm="layer", along_n=False, pairs=True),

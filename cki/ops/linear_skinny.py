@@ -14,6 +14,8 @@ from cki.dtypes import DType
 from cki.errors import UnsupportedError
 from cki.heuristics.linear import ACTIVATIONS, WeightAccess, copy_bytes, pair_access
 from cki.heuristics.linear_skinny import (
+    FULL_TILE,
+    NARROW_TILES,
     SkinnyTile,
     blocks_together,
     fits,
@@ -139,6 +141,7 @@ def skinny_kernel(
         kActivation=ACTIVATIONS[activation], kBlockM=tile.block_m, kBlockN=tile.block_n, kWarpsN=tile.warps_n,
         kWarpsK=tile.warps_k, kStages=tile.stages, kOwnRings=tile.own_rings, kMinBlocks=min_blocks, kSplit=tile.split,
         kProgrammatic=programmatic, kStagesAhead=tile.ahead or tile.stages - 1, kLeft=tile.left,
+        kRefill=tile.refill,
         kCopyBytesX=copy_x, kCopyBytesW=copy_w,
         kUnitStrideX=unit_x, kUnitStrideW=access.column_stride == 1, kWeightAlongN=access.along_n, kRowAxes=row_axes,
         kVectorY=2 if pair_y else 1, kVectorResidual=2 if residual and pair_residual else 1,
@@ -174,6 +177,8 @@ def representative_specs(arch: str, device: DeviceInfo) -> list[KernelSpec]:
         (bf16, widest, {"bias": bf16, "access": along_k, **everything}),
         (f16, widest, {}),
         (bf16, own, {}),
+        (bf16, NARROW_TILES[0], {"access": along_k, "bias": bf16, "residual": True}),
+        (f16, FULL_TILE, {"access": along_k, "bias": f16, **everything}),
         (f16, own, {"access": along_k, "bias": f16, **everything}),
         (f16, serial, {"bias": f16, "activation": "relu", "residual": True, "pair_residual": False}),
     ]  # fmt: skip

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
                i64 weight_step, i64 bias_step, float eps) {
   static_assert(kRowsPerBlock == 1 || kThreadsPerRow <= 32, "a row of several warps takes the whole block");
   __shared__ __align__(16) float mean_scratch[1][kRowWarps];
-  __shared__ __align__(16) float moment_scratch[2][kRowWarps];
+  __shared__ __align__(16) float moment_scratch[2][2][kRowWarps];
 
   const RowExtents extents{extent1, extent2};
   const RowTensor<const Element> x_rows{x, x_stride0, x_stride1, x_stride2, x_step};

@@ -2,7 +2,8 @@
 //
 // One block a row; a pass for the mean, one for the moments of the deviations, one for the output. The second and third read
 // the row from L2 (see rms_norm_long.cu). Three passes and not a running (Welford) mean and variance, because a division an
-// element and merges between threads cost more than an L2 read, and the deviations from a finished mean are more exact.
+// element and merges between threads cost more than an L2 read, and the deviations from a finished mean are more exact. Rows
+// that fp32_range.cuh is about take two passes more.
 #include "common/row_address.cuh"
 #include "norm/fp32_range.cuh"
 #include "norm/row_in_memory.cuh"
@@ -16,8 +17,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
                     i64 residual_step, i64 y_stride0, i64 y_stride1, i64 y_stride2, i64 y_step, i64 sum_stride0,
                     i64 sum_stride1, i64 sum_stride2, i64 sum_step, i64 weight_step, i64 bias_step, float eps) {
   __shared__ __align__(16) float mean_scratch[1][kRowWarps];
-  __shared__ __align__(16) float moment_scratch[2][kRowWarps];
-  __shared__ __align__(16) float largest_scratch[1][kRowWarps];
+  __shared__ __align__(16) float moment_scratch[2][2][kRowWarps];
 
   const RowExtents extents{extent1, extent2};
   const RowTensor<const Element> x_rows{x, x_stride0, x_stride1, x_stride2, x_step};
@@ -31,28 +31,34 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
                       residual_step};
     float mean = 0.0f;
     for_each_value(row, width, [&](float value) { mean = fmaf(value, inverse_width, mean); });
-    mean = block_sum(mean, mean_scratch);
+    mean = finite_mean(block_sum(mean, mean_scratch));
 
-    float scale = 1.0f, largest = 0.0f;
-    float moments[2];  // of the deviations d = (v - mean) * scale: mean(d), mean(d^2)
-    const auto take_moments = [&] {
+    float scale = 1.0f, centre = 0.0f;
+    float limits[2] = {Max::identity(), Max::identity()};
+    float moments[2];  // of the deviations d = (v - mean) * scale - centre: mean(d), mean(d^2)
+    const auto take_moments = [&](float (&scratch)[2][kRowWarps]) {
       moments[0] = moments[1] = 0.0f;
       for_each_value(row, width, [&](float value) {
-        const float deviation = (value - mean) * scale;
+        const float deviation = fmaf(value - mean, scale, -centre);
         moments[0] += deviation;
         moments[1] = fmaf(deviation, deviation, moments[1]);
-        largest = fmaxf(largest, fabsf(deviation));
+        limits[0] = fmaxf(limits[0], deviation);
+        limits[1] = fmaxf(limits[1], -deviation);
       });
-      block_reduce<Sum>(moments, moment_scratch);
+      block_reduce<Sum>(moments, scratch);
       moments[0] *= inverse_width;
       moments[1] *= inverse_width;
     };
-    take_moments();
+    take_moments(moment_scratch[0]);
     float row_eps = eps;
-    if (!mean_square_in_range(moments[1], eps)) {
-      scale = power_of_two_scale(block_max(largest, largest_scratch), eps);
+    if (!deviations_in_range(moments, eps)) {
+      block_reduce<Max>(limits, moment_scratch[1]);
+      scale = power_of_two_scale(fmaxf(limits[0], limits[1]), eps);
+      const float scaled[2] = {limits[0] * scale, limits[1] * scale};
       row_eps = scaled_eps(eps, scale);
-      take_moments();
+      take_moments(moment_scratch[0]);
+      centre = mean_within(scaled, moments[0]);
+      take_moments(moment_scratch[1]);
     }
     const float variance = fmaxf(fmaf(-moments[0], moments[0], moments[1]), 0.0f);
     const float reciprocal = rsqrtf(variance + row_eps);
@@ -67,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
       if constexpr (kHasBias) load_floats(bias + column_offset(column, bias_step), shifts);
 #pragma unroll
       for (int i = 0; i < kVectorSize; ++i) {
-        values[i] = ((values[i] - mean) * scale - moments[0]) * reciprocal;
+        values[i] = (fmaf(values[i] - mean, scale, -centre) - moments[0]) * reciprocal;
         if constexpr (kHasWeight) values[i] *= factors[i];
         if constexpr (kHasBias) values[i] += shifts[i];
       }

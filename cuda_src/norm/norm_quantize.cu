@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow* kRowsPerBlock, kMin
                   i64 sum_step, i64 weight_step, i64 bias_step, float eps, float weight_offset) {
   static_assert(kRowsPerBlock == 1 || kThreadsPerRow <= 32, "a row of several warps takes the whole block");
   __shared__ __align__(16) float scratch[2][1][kRowWarps];
-  __shared__ __align__(16) float moment_scratch[2][kRowWarps];
+  __shared__ __align__(16) float moment_scratch[2][2][kRowWarps];
   __shared__ __align__(16) float largest_scratch[1][kRowWarps];
 
   const RowExtents extents{extent1, extent2};

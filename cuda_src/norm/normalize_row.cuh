@@ -39,36 +39,51 @@ struct Centred {
 };
 
 __device__ __forceinline__ Centred centre_row(RowValues& values, int width, float inverse_width, float eps,
-                                              float (&mean_scratch)[1][kRowWarps], float (&moment_scratch)[2][kRowWarps]) {
+                                              float (&mean_scratch)[1][kRowWarps],
+                                              float (&moment_scratch)[2][2][kRowWarps]) {
   // The mean of terms v/width instead of the sum over width: it does not overflow before a value does.
   float mean = 0.0f;
   for_each_value(values, [&](float value) { mean = fmaf(value, inverse_width, mean); });
-  mean = row_reduce<Sum>(mean, mean_scratch);
+  mean = finite_mean(row_reduce<Sum>(mean, mean_scratch));
+  const auto subtract = [&](float centre) {
 #pragma unroll
-  for (int v = 0; v < kVectorsPerThread; ++v)
+    for (int v = 0; v < kVectorsPerThread; ++v)
 #pragma unroll
-    for (int i = 0; i < kVectorSize; ++i)  // columns past the width stay zero
-      values[v][i] = row_holds(v, width) ? values[v][i] - mean : 0.0f;
+      for (int i = 0; i < kVectorSize; ++i)  // columns past the width stay zero
+        values[v][i] = row_holds(v, width) ? values[v][i] - centre : 0.0f;
+  };
+  subtract(mean);
 
   float moments[2];  // mean(d), mean(d^2)
-  const auto take_moments = [&] {
+  const auto take_moments = [&](float (&scratch)[2][kRowWarps]) {
     moments[0] = moments[1] = 0.0f;
     for_each_value(values, [&](float value) {
       moments[0] += value;
       moments[1] = fmaf(value, value, moments[1]);
     });
-    row_reduce<Sum>(moments, moment_scratch);
+    row_reduce<Sum>(moments, scratch);
     moments[0] *= inverse_width;
     moments[1] *= inverse_width;
   };
-  take_moments();
-  if (any_row_of_warp(!mean_square_in_range(moments[1], eps))) {
-    float largest = 0.0f;
-    for_each_value(values, [&](float value) { largest = fmaxf(largest, fabsf(value)); });
-    const float scale = power_of_two_scale(row_reduce<Max>(largest, mean_scratch), eps);
+  take_moments(moment_scratch[0]);
+  if (any_row_of_warp(!deviations_in_range(moments, eps))) {
+    float limits[2] = {Max::identity(), Max::identity()};
+#pragma unroll
+    for (int v = 0; v < kVectorsPerThread; ++v)
+#pragma unroll
+      for (int i = 0; i < kVectorSize; ++i)
+        if (row_holds(v, width)) {
+          limits[0] = fmaxf(limits[0], values[v][i]);
+          limits[1] = fmaxf(limits[1], -values[v][i]);
+        }
+    row_reduce<Max>(limits, moment_scratch[1]);
+    const float scale = power_of_two_scale(fmaxf(limits[0], limits[1]), eps);
     for_each_value(values, [&](float& value) { value *= scale; });
+    for (float& limit : limits) limit *= scale;
     eps = scaled_eps(eps, scale);
-    take_moments();
+    take_moments(moment_scratch[0]);
+    subtract(mean_within(limits, moments[0]));
+    take_moments(moment_scratch[1]);
   }
   const float variance = fmaxf(fmaf(-moments[0], moments[0], moments[1]), 0.0f);
   return {moments[0], rsqrtf(variance + eps)};

@@ -24,7 +24,7 @@ def test_candidates(llama, rows, layout):
         assert found.pop("cki") is None
         few = [tile for tile in found.values() if isinstance(tile, SkinnyTile)]
         assert bool(few) == (rows <= 64)
-        assert len(found) - len(few) == {1: 0, 16: 0, 32: 18, 64: 18, 2048: 3}[rows]
+        assert len(found) - len(few) == {1: 0, 16: 0, 32: 20, 64: 20, 2048: 3}[rows]
 
 
 def row(implementation: str, us: float, ratio: float) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from cki.heuristics.linear_hopper import (
     WIDE_TILES,
     HopperTile,
     choose_hopper_tile,
+    narrow_from,
     predicted_time,
     preferred_hopper_tile,
+    wide_rounds,
 )
 from cki.operand import Operand, dense
 from cki.ops.linear import Part, plan_linear, plan_linear_parts
@@ -152,19 +155,52 @@ def test_obstacles(operands, words):
 
 
 def test_wide_tiles_where_a_finish_costs():
-    """GELU and residuals of short products, where wide tiles take hardly more rounds."""
+    """Short products, where wide tiles and narrower ones behind them take hardly more rounds, and not few of them."""
 
-    def choice(rows: int, columns: int, depth: int, may_be_wide: bool = True, **options: Any) -> str:
-        found = preferred_hopper_tile(rows, columns, depth, H200, may_be_wide=may_be_wide, **options)
+    def choice(rows: int, columns: int, depth: int, activation: str | None = None) -> str:
+        residual = activation is None
+        found = preferred_hopper_tile(
+            rows, columns, depth, H200, activation=activation is not None, residual=residual,
+            wide_from=wide_rounds(activation, residual=residual),
+        )  # fmt: skip
         return str(found)
 
-    assert choice(8192, 4096, 1024, activation=True) == "128x192s4pp"
-    assert choice(8192, 4096, 1024, residual=True) == "128x192s4ppfetch"
-    assert choice(8192, 4096, 1024, activation=True, may_be_wide=False) == "128x128s6pp"
-    assert choice(8192, 4096, 4096, activation=True) == "128x128s6pp"  # a long K hides it
-    assert choice(8192, 1024, 1024, residual=True) == "128x128s5ppfetch"  # 4.5 rounds instead of 4
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        assert choice(8192, 4096, 1024, activation) == "128x192s4ppn128"
+    assert choice(8192, 4096, 1024) == "128x192s4ppfetchn128"
+    assert choice(8192, 4096, 1024, "relu") == "128x128s6pp"
+    assert choice(8192, 3072, 1024, "gelu") == "128x192s4pp"  # its rounds come out
+    assert choice(8192, 3072, 1024, "silu") == choice(4096, 4096, 1024, "gelu_tanh") == "128x128s6pp"
+    assert choice(8192, 4096, 4096, "gelu") == "128x128s6pp"  # a long K hides it
+    assert choice(8192, 1024, 1024) == "128x128s5ppfetch"
     for tile in WIDE_TILES:
         assert tile.shared_memory + tile.fetched_bytes <= H200.shared_memory_per_block
+
+
+@pytest.mark.parametrize("rows", [128, 1000, 2048, 8192, 16384])
+def test_narrower_tiles_even_out_what_blocks_have(rows):
+    """The busiest block has what the tiles of the launch, dealt out in turn, give it."""
+    tile = replace(WIDE_TILES[1], narrow=128)
+    for columns in (192, 200, 1024, 3072, 4096, 5000, 14336):
+        column, busiest = narrow_from(tile, rows, columns, H200)
+        assert (
+            column % tile.block_n == 0
+            and tile.block_n <= column <= -(-columns // tile.block_n) * tile.block_n
+        )
+        down = -(-rows // 128)
+        work = [1.5] * (down * (column // 192)) + [1.0] * (down * -(-(columns - column) // 128))
+        dealt = [sum(work[block :: H200.sm_count]) for block in range(min(len(work), H200.sm_count))]
+        assert max(dealt) == busiest
+        (step,) = plan(rows, 64, columns, dtypes.bf16, tile=tile)
+        assert (step.grid[0], step.args[11]) == (len(dealt), column)
+    assert narrow_from(tile, 8192, 4096, H200) == (3840, 16.0)  # 16.5 by wide ones alone
+
+
+def test_narrower_tiles_know_their_place():
+    with pytest.raises(UnsupportedError, match="narrower ones of consumers in turn"):
+        plan(tile=HopperTile(128, 256, 4, narrow=128))
+    with pytest.raises(UnsupportedError, match="narrower ones of consumers in turn"):
+        plan(tile=replace(WIDE_TILES[1], narrow=128), columns=128)
 
 
 def test_empty_results_need_no_launch():
@@ -306,10 +342,30 @@ def test_a_residual_comes_by_tma_where_that_was_measured():
     assert found is not None and found.fetches  # measured in whole encoders (docs/encoder.md)
 
 
-def test_64_rows_by_heavy_weights():
-    """Two launches fit the GPU side by side, where they can."""
-    for columns, expected in ((4096, "64x128s8k2l4"), (6144, "64x128s8ppl4"), (28672, "64x64s6smalla4l0")):
-        assert str(preferred_hopper_tile(64, columns, 4096, H200)) == expected
+@pytest.mark.parametrize(
+    ("rows", "copied"), [(17, "x32"), (32, "x32"), (33, "x48"), (48, "x48"), (49, ""), (64, "")]
+)
+def test_few_rows_by_heavy_weights(rows, copied):
+    """Two launches fit the GPU side by side, where they can; long ones begin at once."""
+    for depth, columns, expected in (
+        (4096, 4096, "64x64s12smalll8"), (14336, 4096, "64x64s12small"), (4096, 6144, "64x128s8smalla4l8"),
+        (8192, 8192, "64x128s8small"), (4096, 28672, "64x64s6smalla2l0"), (8192, 2048, "64x64s12k2smalla4l4"),
+        (14336, 2048, "64x64s12k2small"),
+    ):  # fmt: skip
+        tile = preferred_hopper_tile(rows, columns, depth, H200)
+        assert str(tile) == expected + copied
+        assert tile.shared_memory <= H200.shared_memory_per_block
+        (step,) = plan(rows, depth, columns, tile=tile)
+        assert maps_of(step)[0].box == (64, tile.rows_x or 64)
+
+
+def test_rows_that_are_not_there_are_not_copied():
+    """Beyond 64 of them where one tile has all; of light weights nothing was measured."""
+    for columns, tile in ((4096, "128x64s7k2"), (6144, "128x64s8pp"), (28672, "128x256s4")):
+        found = [str(preferred_hopper_tile(rows, columns, 4096, H200)) for rows in (65, 96, 112, 113, 128)]
+        assert found == [tile + copied for copied in ("x80", "x96", "x112", "", "")]
+    light = preferred_hopper_tile(500, 1024, 1024, H200)
+    assert light is not None and light.rows_x == 0
 
 
 def test_gelu_of_pairs_is_for_products_that_normalise_their_rows():

@@ -7,8 +7,22 @@ import pytest
 
 import cki
 import cki.reference
+from cki.errors import UnsupportedError
 from tests.compare import assert_close
-from tests.ops.few_rows_cases import EIGHT, FEW, FOUR, LAYOUTS, OWN, SQUARE, WHOLE, check, require, weight
+from tests.ops.few_rows_cases import (
+    EIGHT,
+    FEW,
+    FOUR,
+    FULL,
+    LAYOUTS,
+    NARROW,
+    OWN,
+    SQUARE,
+    WHOLE,
+    check,
+    require,
+    weight,
+)
 from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
 from tests.ops.linear_cases import linear_into, linear_with_tile, plain
 from tests.orders import every_check, orders
@@ -30,9 +44,22 @@ def test_extents(device, tile):
         check(device, tile, x, w, weight_layout=layout)
 
 
+@pytest.mark.parametrize("tile", [NARROW, FULL], ids=str)
+def test_narrow_tiles(device, tile):
+    """Their columns do not fill a multiple of 32, nor their warps a power of two; weights along K alone."""
+    for rows, columns, depth in EXTENTS[1:]:
+        dtype = BF16 if columns % 2 else F16
+        bias, residual = normal((columns,), F32, 3), normal((rows, columns), dtype, 4)
+        x, w = normal((rows, depth), dtype, 1), weight(depth, columns, dtype, "out_in")
+        check(device, tile, x, w, bias, residual=residual, activation="gelu", weight_layout="out_in")
+    with pytest.raises(UnsupportedError, match="another tile"):
+        check(device, tile, normal((3, 64), F16, 1), weight(64, 96, F16, "in_out"))
+
+
 CASES = [
     (WHOLE, "in_out", "f16"), (WHOLE, "out_in", "f32"), (FOUR, "in_out", "f32"), (FOUR, "out_in", "f16"),
     (EIGHT, "in_out", "f16"), (SQUARE, "out_in", "f32"), (OWN, "out_in", "f16"), (OWN, "in_out", "f32"),
+    (NARROW, "out_in", "bf16"), (FULL, "out_in", "f16"),
 ]  # fmt: skip
 
 

@@ -98,7 +98,11 @@ def test_columns_that_tma_cannot_store(device, tile):
 
 @pytest.mark.parametrize(
     "tile",
-    [HopperTile(64, 64, 2, split=2, consumers=1, rows_x=16), HopperTile(64, 64, 2, True, rows_x=16)],
+    [
+        HopperTile(64, 64, 2, split=2, consumers=1, rows_x=16),
+        HopperTile(64, 64, 2, True, rows_x=16),
+        HopperTile(64, 128, 3, consumers=1, rows_x=16, ahead=4, left=8),
+    ],
     ids=str,
 )
 def test_fewer_rows_of_x_than_a_tile_has(device, tile):
@@ -260,6 +264,30 @@ def test_wide_tiles(device, tile, layout):
     bias, residual = normal((columns,), BF16, 3), normal((rows, columns), BF16, 4) if tile.fetches else None
     options = {"residual": residual} if tile.fetches else {"activation": "gelu"}
     check(device, tile, x, w, bias, weight_layout=layout, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tile", WIDE_TILES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns", "sm_count"), [(200, 704, 2), (130, 360, 3), (300, 576, 2), (129, 392, 1)]
+)
+def test_narrower_tiles_come_last(device, tile, layout, rows, columns, sm_count):
+    """Some of each, one of either, none of them narrow; columns and rows that no tile ends with."""
+    narrow, depth = dataclasses.replace(tile, narrow=128), 136
+    x, w, bias = (
+        normal((rows, depth), BF16, 1),
+        weight(depth, columns, BF16, layout),
+        normal((columns,), BF16, 3),
+    )
+    options = {"residual": normal((rows, columns), BF16, 4)} if tile.fetches else {"activation": "gelu"}
+    given = {name: device.array(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
+    given |= {"weight_layout": layout, "sm_count": sm_count}
+    tensors = [device.array(tensor) for tensor in (x, w, bias)]
+    with every_check(device, 0):
+        got, same = (device.numpy(hopper(one, *tensors, **given)) for one in (narrow, tile))
+    options["weight_layout"] = layout
+    assert_close(got, reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
+    assert np.array_equal(got, same)
 
 
 @SMALL

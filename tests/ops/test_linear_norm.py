@@ -158,6 +158,17 @@ def test_rows_whose_mean_hides_them(device, tile):
         assert np.abs(got[139]).max() < 1e-3  # a row of equal elements
 
 
+def test_rows_of_equal_elements_whose_mean_is_rounded(device):
+    """1 / 1000 times itself a thousand times is not 1; what is left, times 1 / sqrt(epsilon), would be large."""
+    x = normal((70, 1000), BF16, 1)
+    x[:64] = (10.0 ** np.linspace(3, 18, 64)).astype(BF16)[:, None]
+    folded, shift = fold_layer_norm("numpy", weight(1000, 136, BF16, "in_out"))
+    got = run(device, TURNS, "layer", x, folded, shift, statistics=statistics_of(x))
+    truth, rounded = normalised(x, None, None, "layer")
+    assert not got[:64].astype(np.float32).any()
+    assert_close(got, reference.linear(truth, folded), plain(rounded, folded))
+
+
 def test_rms_norm_in_the_weight(device):
     x, w = normal((150, 264), BF16, 1, scale=3.0), weight(264, 136, BF16, "in_out")
     got = run(device, TURNS, "rms", x, w, statistics=statistics_of(x), activation="silu")

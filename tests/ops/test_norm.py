@@ -132,6 +132,20 @@ def test_constant_rows_give_the_bias(device):
     assert np.abs(y - bias).max() < 1e-4
 
 
+@pytest.mark.parametrize("width", [64, 1000, 2000, 20001])
+def test_rows_of_equal_or_hardly_different_numbers(device, width):
+    """Deviations from a rounded mean are all error then: their squares overflow, or that of their own mean shows."""
+    values = np.array([3e9, 1.7e12, 1e19, -1e22, 1e30, -3e38, np.finfo(F32).max], F32)
+    x = np.repeat(values[:, None], width, axis=1)
+    assert not device.numpy(cki.layer_norm(device.array(x))).any()
+    assert not truth("layer_norm", x).any()
+    assert np.isnan(device.numpy(cki.layer_norm(device.array(x), eps=0.0))).all()  # 0 / 0
+    for some in (slice(3, 4), slice(0, None, 3)):
+        x[:, some] = np.nextafter(values, np.float32(0))[:, None]
+        y, expected = device.numpy(cki.layer_norm(device.array(x))), truth("layer_norm", x)
+        assert np.abs(y - expected).max() < 1e-6 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("width", [64, 2000])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_rows_whose_squares_leave_the_range_of_fp32(device, op, width):

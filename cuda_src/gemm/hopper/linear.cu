@@ -9,6 +9,8 @@
 // Sharing. Cooperative: both consumers work on one tile, half of its rows each. The tensor core idles while both finish
 //          it. kPingPong: they take the tiles in turn, each a whole one, and one's finish runs beside the other's
 //          products; turns (common/warpgroup_turns.cuh) keep one tile's products together.
+// Narrow.  kNarrowN > 0: tiles from column up_column on have kNarrowN columns, and come last, so that the blocks end at more
+//          like the same time. A number of wide columns that the planner chooses makes the rounds those of narrow tiles alone.
 // Loop.    One stage's products stay in flight while the next are issued; a stage is released when its own have ended.
 //          Beside a running tensor core warps issue a quarter of what they could, and the one that finishes a tile takes part
 //          of that: of many instructions between two stages the next products would come late.
@@ -31,13 +33,14 @@
 // Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kRowsX, kBlockN, kStages, kStagesAhead,
-//   kLeft, kConsumers, kMinBlocks, kPingPong, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]),
+//   kLeft, kConsumers, kMinBlocks, kPingPong, kNarrowN, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]),
 //   kHasBias, kHasResidual, kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY,
 //   kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
-// Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K; y_map and residual_map
+// Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K (64 x 64 with kNarrowN); y_map and residual_map
 //   64 x 16, unused without kTmaStore and kTmaResidual.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh); then with kTmaResidual a barrier a warp, with kSpareWarps
 //   MomentsBoard::kBytes (row_norm.cuh).
+#include "common/constant.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
 #include "common/warpgroup_turns.cuh"
@@ -66,6 +69,7 @@ constexpr int kGroupRows = kPingPong || kShareColumns ? kBlockM : kBlockM / kCon
 constexpr int kGroupColumns = kShareColumns ? kBlockN / kConsumers : kBlockN;
 constexpr int kRowTiles = kGroupRows / 64;
 constexpr int kOutN = kGated ? kBlockN / 2 : kBlockN;  // columns of y in a tile
+constexpr int kNarrowColumns = kNarrowN > 0 ? kNarrowN : kGroupColumns;
 constexpr int kTilesPerRound = kPingPong ? kConsumers : 1;
 static_assert(kRowTiles >= 1 && kRowTiles * 64 == kGroupRows, "a consumer has whole wgmma tiles");
 static_assert(kRowTiles * kGroupColumns <= 384, "at most 192 accumulators a thread");
@@ -103,11 +107,15 @@ static_assert(kHasResidual || !kNormalisesResidual, "a residual to normalise");
 static_assert(kTmaStore || !kStatistics, "a lane has whole eights of columns");
 static_assert(!kGated || (kSplit == 1 && !kShareColumns && !kHasResidual), "a warp has gates and ups of its columns");
 
-constexpr int kBoxes = kGated && kSharers == 1 ? 2 : kSharers;  // of a stage's weight along K
+// Of a stage's weight along K.
+constexpr int kBoxes = kNarrowN > 0 ? kBlockN / gemm::kSlabColumns : kGated && kSharers == 1 ? 2 : kSharers;
 using Layout = gemm::HopperLayout<kBlockM, kBlockN, kStages, 4 * kConsumers, kBuffers>;
 constexpr int kLandedBytes = kTmaResidual ? 4 * kConsumers * 8 : 0;  // a barrier a warp
 constexpr int kCluster = kSplit * kSharers;  // blocks
 static_assert(kSplit == 1 || kSharers == 1, "blocks of a cluster share a tile or a weight");
+static_assert(kNarrowN % gemm::kSlabColumns == 0 && kNarrowN < kBlockN, "a narrower tile has whole slabs");
+static_assert(kNarrowN == 0 || (kPingPong && kCluster == 1 && !kGated && !kStatistics && kNorm == gemm::RowNorm::kNone),
+              "narrower tiles of consumers in turn, without norms and gates");
 
 using Ring = StageRing<kStages>;
 constexpr int kSpareWarpCount = 3;  // the producer's warpgroup, less its one thread's warp
@@ -192,6 +200,38 @@ class StageWalk {
   u32 phase_ = 0;
 };
 
+// Tiles by number: those that are wide, and behind them those that are not.
+struct TileOrder {
+  int tiles_m, wide_n, wide, narrow_n = 0, all;
+  int narrow_column;  // from which on they are not
+
+  __device__ __forceinline__ TileOrder(int rows, int columns, int narrow_from)
+      : tiles_m((rows + kSharers * kBlockM - 1) / (kSharers * kBlockM)), narrow_column(narrow_from) {
+    const int wide_columns = kNarrowN > 0 ? narrow_from : columns;
+    wide_n = (wide_columns + kOutN - 1) / kOutN;
+    wide = all = tiles_m * wide_n;
+    if constexpr (kNarrowN > 0) {
+      narrow_n = (columns - narrow_from + kNarrowColumns - 1) / kNarrowColumns;
+      all += tiles_m * narrow_n;
+    }
+  }
+
+  struct Place {
+    int m, column, width;
+  };
+
+  __device__ __forceinline__ Place operator()(int number) const {
+    if constexpr (kNarrowN > 0) {
+      if (number >= wide) {
+        const gemm::TileIndex tile = gemm::tile_of_block(number - wide, tiles_m, narrow_n);
+        return {tile.m, narrow_column + tile.n * kNarrowColumns, kNarrowColumns};
+      }
+    }
+    const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, wide_n);
+    return {tile.m, tile.n * kOutN, kBlockN};
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                   const __grid_constant__ TensorMap y_map, const __grid_constant__ TensorMap residual_map,
@@ -204,9 +244,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   // The shuffle tells the compiler that the number, and the branches on it, are uniform in the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   // With sharers, of clusters' tiles: kSharers tiles below each other.
-  const int tiles_m = (rows + kSharers * kBlockM - 1) / (kSharers * kBlockM);
-  const int tiles_n = (columns + kOutN - 1) / kOutN;
-  const int tiles = tiles_m * tiles_n, all_k_tiles = (depth + gemm::kStageDepth - 1) / gemm::kStageDepth;
+  const TileOrder order(rows, columns, up_column);
+  const int tiles = order.all, all_k_tiles = (depth + gemm::kStageDepth - 1) / gemm::kStageDepth;
   const int block = static_cast<int>(blockIdx.x) / kCluster, blocks = static_cast<int>(gridDim.x) / kCluster;
   const int rank = static_cast<int>(blockIdx.x) % kCluster;  // which part of K, or which of the tiles below each other
   const int k_part = kSplit > 1 ? rank : 0, m_part = kSharers > 1 ? rank : 0;
@@ -235,14 +274,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
   if constexpr (kSplit > 1) ptx::cluster_arrive_relaxed();  // the block has started; who writes into it waits for that
 
-  const gemm::Result<Element, Bias> result = {
+  gemm::Result<Element, Bias> result = {
       bias,   kVectorBias == 2 ? 1 : bias_stride,
       {residual, {residual_stride}, kVectorResidual == 2 ? 1 : residual_column_stride},
       {y, {y_stride}, kVectorY == 2 ? 1 : y_column_stride},
       &y_map, &residual_map, rows, columns, gate_column, up_column, gamma, y_statistics};
   const gemm::Operands<Element> operands = {x, w, x_stride, w_stride_k, w_stride_n, rows, columns, depth};
-  const auto weight_columns = [&](const gemm::TileIndex& tile) {
-    return gemm::TileColumns{gate_column + tile.n * kOutN, up_column + tile.n * kOutN, kGated ? kOutN : kBlockN};
+  const auto weight_columns = [&](const TileOrder::Place& tile) {
+    return gemm::TileColumns{gate_column + tile.column, kGated ? up_column + tile.column : 0, kGated ? kOutN : kBlockN,
+                             kNarrowN > 0 ? tile.width : kBlockN};
   };
 
   if (warpgroup == 0) {
@@ -252,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         ptx::griddepcontrol_wait();
         u32 turn = 0;
         for (int number = block; number < tiles; number += blocks, ++turn) {
-          const int row = (gemm::tile_of_block(number, tiles_m, tiles_n).m * kSharers + m_part) * kBlockM;
+          const int row = (order(number).m * kSharers + m_part) * kBlockM;
           board.write(turn % kTilesPerRound, turn / kTilesPerRound, static_cast<int>(threadIdx.x) / 32 - 1, statistics,
                       row, rows, kNormalisesX ? depth : columns, epsilon, kNorm != gemm::RowNorm::kRmsNorm);
         }
@@ -266,14 +306,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (elected) {
       const auto stage_depth = [&](int k) { return (first_k + k) * gemm::kStageDepth; };
       // The first weights towards L2: no read, so it need not wait for the launch before.
-      const gemm::TileColumns first = weight_columns(gemm::tile_of_block(block, tiles_m, tiles_n));
+      const gemm::TileColumns first = weight_columns(order(block));
       for (int k = 0; k < min(k_tiles, kStagesAhead); ++k) {
         gemm::prefetch_weight<Layout, kWeightAlongN, kSharers, kBoxes>(&w_map, first, stage_depth(k), m_part);
       }
       ptx::griddepcontrol_wait();
       if constexpr (kLeft < 0) ptx::griddepcontrol_launch_dependents();
       for (int number = block; number < tiles; number += blocks) {
-        const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
+        const TileOrder::Place tile = order(number);
         const int row = (tile.m * kSharers + m_part) * kBlockM;
         const gemm::TileColumns from = weight_columns(tile);
         for (int k = 0; k < k_tiles; ++k) {
@@ -326,15 +366,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       turns.pass();
       break;
     }
-    const gemm::TileIndex tile = gemm::tile_of_block(number, tiles_m, tiles_n);
-    const int tile_row = (tile.m * kSharers + m_part) * kBlockM, tile_column = tile.n * kOutN;
+    const TileOrder::Place tile = order(number);
+    const int tile_row = (tile.m * kSharers + m_part) * kBlockM, tile_column = tile.column;
+    if constexpr (kNarrowN > 0) result.columns = min(columns, tile_column + tile.width);
     const int first_row = tile_row + group_row + warp * 16, first_column = tile_column + group_column;  // of this warp
     const bool finishes = kSplit == 1 || Pushed::owner_of(consumer * 4 + warp) == rank;
     if (finishes) {
       gemm::prefetch_inputs<Rules, kRowTiles, kGroupColumns / (kGated ? 2 : 1)>(result, first_row, first_column);
     }
     if constexpr (kTmaResidual) {
-      buffers.template fetch<kRowTiles, kBuffers, 0, kFetchedFirst>(&residual_map, first_row, first_column, rows, columns);
+      buffers.template fetch<kRowTiles, kBuffers, 0, kFetchedFirst>(&residual_map, first_row, first_column, rows,
+                                                                     result.columns);
     }
     gemm::RowMoments<kRowTiles> moments = {};
     bool is_cancelled = false;
@@ -351,29 +393,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     turns.take();
     float sum[kRowTiles][kGroupColumns / 2];
-    u32 done = 0;  // one stage behind
+    gemm::SlabInputs<Rules, Element, Bias> inputs;
+    const auto multiply = [&](auto tile_columns) {  // all of it for each width: no branch while products are in flight
+      constexpr int kColumns = decltype(tile_columns)::kValue;
+      u32 done = 0;  // one stage behind
 #pragma unroll 1
-    for (int k = 0; k < k_tiles; ++k) {
-      walk.wait();
-      ptx::wgmma_fence();
-      gemm::multiply_stage<Element, kGroupColumns, kWeightAlongN>(sum, walk.x(), w_ahead, k > 0);
-      ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<1>();
-      if (k > 0) walk.release(done);
-      done = walk.place();
-      walk.advance();
-    }
-    turns.pass();
-    gemm::SlabInputs<Rules, Element, Bias> inputs;  // from L2, beside the last stage's products
-    if (finishes) inputs.load(result, first_row, first_column);
-    if constexpr (kSpareWarps) {
-      board.read(moments, kPingPong ? consumer : 0, round, group_row + warp * 16);
-      look_at_moments();
-    }
-    ptx::wgmma_wait_group<0>();
+      for (int k = 0; k < k_tiles; ++k) {
+        walk.wait();
+        ptx::wgmma_fence();
+        gemm::multiply_stage<Element, kColumns, kWeightAlongN>(sum, walk.x(), w_ahead, k > 0);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<1>();
+        if (k > 0) walk.release(done);
+        done = walk.place();
+        walk.advance();
+      }
+      turns.pass();
+      if (finishes) inputs.load(result, first_row, first_column);  // from L2, beside the last stage's products
+      if constexpr (kSpareWarps) {
+        board.read(moments, kPingPong ? consumer : 0, round, group_row + warp * 16);
+        look_at_moments();
+      }
+      ptx::wgmma_wait_group<0>();
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) ptx::wgmma_fence_registers(sum[i]);
-    walk.release(done);
+      for (int i = 0; i < kRowTiles; ++i) ptx::wgmma_fence_registers(gemm::first_of<kColumns / 2>(sum[i]));
+      walk.release(done);
+    };
+    if (kNarrowN > 0 && tile.width < kBlockN) {
+      multiply(Constant<kNarrowColumns>{});
+    } else {
+      multiply(Constant<kGroupColumns>{});
+    }
     if constexpr (kPingPong) walk.skip(k_tiles);
 
     if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {

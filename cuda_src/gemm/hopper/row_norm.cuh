@@ -160,7 +160,7 @@ struct RowMoments {
     }
   }
 
-  // The same of a layer norm from the rows themselves, in two passes: rare. Their elements lie side by side.
+  // The same of a layer norm from the rows themselves, in three passes: rare. Their elements lie side by side.
   template <class Element>
   __device__ __forceinline__ void compute(const Element* x, i64 row_stride, int first_row, int rows, int columns,
                                           float epsilon) {
@@ -170,7 +170,9 @@ struct RowMoments {
       const Element* row = x + row_of(i, first_row, rows) * row_stride;
       float sum = 0.0f, squares = 0.0f;
       for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) sum += to_float(row[k]) * inverse;
-      const float middle = quad_sum(sum);
+      float middle = quad_sum(sum), apart_of_it = 0.0f;
+      for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) apart_of_it += to_float(row[k]) - middle;
+      middle += quad_sum(apart_of_it) * inverse;  // exact where all elements are equal
       for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) {
         const float apart = to_float(row[k]) - middle;
         squares = fmaf(apart, apart, squares);

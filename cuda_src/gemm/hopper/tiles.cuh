@@ -47,9 +47,10 @@ __device__ __forceinline__ int opaque_lane() {
   return static_cast<int>(lane[0]);
 }
 
-// The weight's columns in a tile: `width` of them from `first` on, and as many from `second` on.
+// The weight's columns in a tile: `width` of them from `first` on, and as many from `second` on. The tile ends behind `end`
+// of them, a whole number of boxes.
 struct TileColumns {
-  int first, second, width;
+  int first, second, width, end;
   __device__ __forceinline__ int operator()(int at) const { return at < width ? first + at : second + (at - width); }
 };
 
@@ -65,6 +66,7 @@ __device__ __forceinline__ void for_each_weight_box(const TileColumns& columns, 
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int at = ((kShareRows ? 0 : rank * kOwn) + i) * kWidth, row = kShareRows ? rank * kRows : 0;
+    if (at >= columns.end) continue;
     copy((at + row) * kSpan, kWeightAlongN ? columns(at) : k, kWeightAlongN ? k + row : columns(at));
   }
 }
@@ -79,7 +81,7 @@ __device__ __forceinline__ void for_each_weight_box(const TileColumns& columns, 
 template <class Layout, int kRowsX, bool kWeightAlongN, int kSharers, int kBoxes>
 __device__ __forceinline__ void load_stage(unsigned char* stage, const TensorMap* x_map, const TensorMap* w_map,
                                            u64* full, int row, const TileColumns& columns, int k, int rank) {
-  ptx::mbarrier_arrive_expect_tx(full, kRowsX * kSpan + Layout::kBytesW);
+  ptx::mbarrier_arrive_expect_tx(full, kRowsX * kSpan + columns.end * kSpan);
   ptx::tma_load_2d(stage, x_map, full, k, row);
   unsigned char* weight = stage + Layout::kBytesX;
   for_each_weight_box<Layout, kWeightAlongN, kSharers, kBoxes>(columns, k, rank, [&](int offset, int c0, int c1) {
@@ -117,10 +119,17 @@ __device__ __forceinline__ u32 weight_ahead(int row, int column) {
   return static_cast<u32>(Layout::kBytesX + (column - row) * kSpan) / 16 + kSlabs;
 }
 
-// Starts sum[i] (+)= rows [64 i, +64) of x times the weight, over one stage. x: its descriptor; the weight's is w_ahead
-// beyond. `accumulate`: false overwrites sum.
-template <class Element, int kBlockN, bool kWeightAlongN, int kRowTiles>
-__device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kBlockN / 2], u64 x, u32 w_ahead, bool accumulate) {
+// The first of some accumulators.
+template <int kFirst, int kCount>
+__device__ __forceinline__ float (&first_of(float (&sum)[kCount]))[kFirst] {
+  static_assert(kFirst <= kCount);
+  return reinterpret_cast<float(&)[kFirst]>(sum);
+}
+
+// Starts sum[i] (+)= rows [64 i, +64) of x times the weight's first kBlockN columns, over one stage. x: its descriptor; the
+// weight's is w_ahead beyond. `accumulate`: false overwrites sum.
+template <class Element, int kBlockN, bool kWeightAlongN, int kRowTiles, int kCount>
+__device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kCount], u64 x, u32 w_ahead, bool accumulate) {
   constexpr Major kMajorW = kWeightAlongN ? Major::mn : Major::k;
   constexpr int kStepW = kWeightAlongN ? kStepDepth * kSpan : kStepDepth * 2;
   const u64 w = with_lower(x, static_cast<u32>(x) + w_ahead);
@@ -129,7 +138,8 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[kRowTiles][kBlockN /
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       ptx::wgmma<kBlockN, Element, Major::k, kMajorW>(
-          sum[i], step_on(x, i * 64 * kSpan + step * kStepDepth * 2), step_on(w, step * kStepW), accumulate || step > 0);
+          first_of<kBlockN / 2>(sum[i]), step_on(x, i * 64 * kSpan + step * kStepDepth * 2), step_on(w, step * kStepW),
+          accumulate || step > 0);
     }
   }
 }

@@ -23,11 +23,11 @@ struct SkinnyFinish {
   int columns;
   int rank;  // of the block in its cluster
 
-  // A row of a plane, in floats. Eight rows' pairs of a fragment store then fall into different banks.
-  static constexpr int kPitch = kBlockN + 8;
+  // A row of a plane, in floats: 8 banks past a multiple of 32. Eight rows' pairs of a fragment store then fall into different
+  // banks.
+  static constexpr int kPitch = (kBlockN + 31) / 32 * 32 + 8;
   static constexpr int kPlane = kBlockM * kPitch;
   static constexpr int kRowItems = kBlockN / 4;
-  static_assert(kBlockN % 32 == 0, "the pitch is 8 banks past a multiple of 32");
 
   __device__ __forceinline__ int items() const { return min(rows - first_row, kBlockM) * kRowItems; }
   static __device__ __forceinline__ int offset_of(int item) { return item / kRowItems * kPitch + item % kRowItems * 4; }

@@ -1,9 +1,6 @@
 // y[M, N] = act(x[M, K] w[K, N] + bias[N]) + residual[M, N] for few rows (M = 1 to 64), bound by reading w; sm_80 and up.
 //
-// Measured. H200, bf16, one row, N x K: 6144x4096 (50 MB) 14.7 us, 4096x4096 (34 MB) 10.9, 28672x4096 (235 MB) 58.6,
-//          4096x14336 (117 MB) 31.5: 0.81, 0.73, 0.95 and 0.89 of the rate of a copy, 4.22 TB/s. Memory would give 4.63;
-//          but a block takes 0.24 us for a stage of 64 columns, so an SM with one block takes just what memory gives it,
-//          and launch, start and finish add 1.5 to 2 us (cki/heuristics/linear_skinny.py, docs/linear.md).
+// Measured. H200, bf16, 1 to 16 rows of Llama-8B's products: 0.84 to 1.0 of the rate of a copy (docs/linear.md).
 // Why this kernel. The generic one cuts y alone: 64 blocks for N = 4096, half of the SMs. Here the sum over K is cut too,
 //          so that every SM has a block whatever N is, and x, which every block reads for itself, is read by few
 //          blocks of many columns instead of many of few.
@@ -15,6 +12,7 @@
 //          kStages - 1 ahead (gemm/tile_load.cuh; whole_stages.cuh for nearly all of w): with 64 columns and 8 stages, two
 //          blocks an SM, 112 KB in flight.
 //          kOwnRings: each warp has such a ring, and every kWarpsK-th stage; no warp waits for another before the sums.
+//          kRefill: and fills a stage anew when it has read it, not a stage later, so that all kStages are under way.
 //          Products are m16n8 with x's rows, zeros below M, as the 16: the tensor cores have time to spare.
 // Sums.    fp32. Parts are added in shared memory over the warps, then over the cluster's blocks through distributed
 //          shared memory, in a fixed order (finish.cuh): the same bits in every run, no workspace, no second launch.
@@ -32,7 +30,7 @@
 //
 // Grid: (ceil(N / kBlockN) * kSplit, ceil(M / kBlockM)), clusters of (kSplit, 1).
 // Prelude: Element (cki::f16, cki::bf16, float), Bias (Element or float), kBlockM, kBlockN, kWarpsN, kWarpsK, kStages,
-//   kOwnRings, kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the
+//   kOwnRings, kRefill, kMinBlocks, kSplit, kProgrammatic, kStagesAhead, kLeft, kCopyBytesX, kCopyBytesW (16, 8, 4, or the
 //   element's size), kUnitStrideX, kUnitStrideW, kWeightAlongN, kRowAxes, kHasBias, kHasResidual, kActivation, kVectorY,
 //   kVectorResidual (1 or 2).
 // Dynamic shared memory: kStages * (kBlockM + kBlockN) * 128 bytes a ring, at least kWarpsK * kBlockM * (kBlockN + 8) * 4.
@@ -56,6 +54,7 @@ constexpr int kTilesM = kBlockM / 16;  // m16n8 products of a warp
 constexpr int kTilesN = kBlockN / kWarpsN / 8;
 constexpr int kRings = kOwnRings ? kWarpsK : 1;
 constexpr int kCopiers = kOwnRings ? 32 : kThreads;
+constexpr int kLead = kRefill ? kStages : kStages - 1;  // stages under way
 constexpr int kSteps = gemm::kStepsPerStage / (kOwnRings ? 1 : kWarpsK);  // of a stage, for a warp
 constexpr int kStageK = gemm::kTileRowBytes / static_cast<int>(sizeof(Element));
 constexpr int kStageBytes = (kBlockM + kBlockN) * gemm::kTileRowBytes;
@@ -63,6 +62,7 @@ constexpr bool kSumPerStage = sizeof(Element) == 4;
 static_assert(kTilesM * 16 == kBlockM && kTilesN * kWarpsN * 8 == kBlockN, "warps split the columns evenly");
 static_assert(kOwnRings || kSteps * kWarpsK == gemm::kStepsPerStage, "warps split a stage's steps evenly");
 static_assert(!kOwnRings || kWarpsN == 1, "a warp copies what it multiplies");
+static_assert(!kRefill || kOwnRings, "nobody else reads the stage");
 static_assert(kTilesN % 2 == 0, "one ldmatrix.x4 brings 16 columns of w");
 static_assert(kStages >= 2, "a stage is filled while another is read");
 
@@ -159,9 +159,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   int slot = 0;       // of the stage that is read
   int next_slot = 0;  // of the one that is filled
 #pragma unroll 1
-  for (int tile = 1 - kStages; tile < tiles; ++tile) {
+  for (int tile = -kLead; tile < tiles; ++tile) {
+    const auto fill = [&] {
+      if (tile + kLead < tiles) load_stage(tile + kLead, next_slot);
+      if constexpr (kProgrammatic && kLeft >= 0) {
+        if (tile + kLead + 1 == max(tiles - kLeft, 1)) ptx::griddepcontrol_launch_dependents();
+      }
+      ptx::cp_async_commit_group();
+      next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
+    };
     if (tile >= 0) {
-      ptx::cp_async_wait_group<kStages - 2>();
+      ptx::cp_async_wait_group<kLead - 1>();
       // Stage `tile` is there for all, and nobody reads the stage that is filled next.
       if constexpr (kOwnRings) {
         __syncwarp();
@@ -169,13 +177,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         __syncthreads();
       }
     }
-    if (tile + kStages - 1 < tiles) load_stage(tile + kStages - 1, next_slot);
-    if constexpr (kProgrammatic && kLeft >= 0) {
-      if (tile + kStages == max(tiles - kLeft, 1)) ptx::griddepcontrol_launch_dependents();
+    if constexpr (!kRefill) fill();
+    if (tile < 0) {
+      if constexpr (kRefill) fill();
+      continue;
     }
-    ptx::cp_async_commit_group();
-    next_slot = next_slot + 1 < kStages ? next_slot + 1 : 0;
-    if (tile < 0) continue;
     const unsigned char* x_tile = memory + slot * kStageBytes;
     const unsigned char* w_tile = x_tile + kBlockM * gemm::kTileRowBytes;
     slot = slot + 1 < kStages ? slot + 1 : 0;
@@ -192,6 +198,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     } else {
       add_stage(sum, x_tile, w_tile, kOwnRings ? 0 : warp_k * kSteps, warp_column);
+    }
+    if constexpr (kRefill) {
+      __syncwarp();
+      fill();
     }
   }
 
