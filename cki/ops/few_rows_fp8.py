@@ -78,6 +78,7 @@ class Heads(NamedTuple):
     eps: float = 0.0
 
     def obstacles(self, rows: int, columns: int) -> list[str]:
+        """Every reason why a product of so many rows and columns does not end so."""
         found = [] if rows <= ROWS else [f"{rows} rows of heads, not up to {ROWS}"]
         for cache in self.caches:
             dense_rows = cache.strides[3] == 1 and not any(stride % 4 for stride in cache.strides[:3])
@@ -90,6 +91,7 @@ class Heads(NamedTuple):
         return found
 
     def arguments(self, columns: int) -> tuple[ArgumentValue, ...]:
+        """Of the kernel."""
         k, v = self.caches
         heads, (blocks, block_size, kv_heads, _) = columns // BLOCK, k.shape
         return (

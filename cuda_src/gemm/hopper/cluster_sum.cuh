@@ -88,10 +88,10 @@ struct SentSum {
   static constexpr int kBarrierBytes = kBlocks > 1 ? kOwned * 8 : 0;
   static_assert(kOwned * kOwners == kWarps && kCount % 4 == 0, "whole pieces, of all warps");
 
-  unsigned char* memory;  // a warp that has its sum may use the first kStride of its own
+  unsigned char* memory;  // at the same place in all blocks; an owner's warp may use the first kStride of its own when it has its sum
   u64* arrived;           // of each warp that finishes
 
-  // By one thread, before ptx::fence_mbarrier_init and ptx::cluster_arrive_relaxed.
+  // By one thread, before the block says that it has started (ptx::cluster_arrive_relaxed, behind ptx::fence_mbarrier_init).
   __device__ __forceinline__ void initialise(int rank) const {
     if (kBlocks > 1 && rank < kOwners) {
 #pragma unroll
@@ -102,9 +102,11 @@ struct SentSum {
     }
   }
 
+  // Which block finishes a warp's part.
   static __device__ __forceinline__ int owner_of(int warp) { return warp / kOwned; }
 
-  // As PushedSum's, behind ptx::cluster_wait.
+  // By all warps with a part of the tile, each with its own, when all blocks have started (ptx::cluster_wait): the owner's sum is of
+  // all blocks.
   __device__ __forceinline__ void exchange(float (&sum)[kCount], int warp, int rank) const {
     if constexpr (kBlocks > 1) {
       const int owner = owner_of(warp);
@@ -118,7 +120,7 @@ struct SentSum {
   }
 
  private:
-  // Of the n-th block but the owner.
+  // Where a lane's pieces of a warp's part lie, of the block that is the n-th but the owner.
   __device__ __forceinline__ unsigned char* pieces_of(int warp, int n) const {
     return memory + (n * kOwned + warp % kOwned) * kStride + static_cast<int>(threadIdx.x) % 32 * 16;
   }

@@ -4,8 +4,10 @@
 //          (a, b) = (a cos t - b sin t, a sin t + b cos t)                    pairs (i, i + 64), t of the token's position
 //   k, v:  cache[slot / block_size, slot % block_size, head, :] = x
 //
-// as kv/append_kv.cu, of sums that were not rounded before. Cosines, sines and slots of the block's rows wait in shared memory: another
-// warp brings them while products run. A slot outside the cache is skipped; a position outside the table turns nothing.
+// as kv/append_kv.cu, but of sums that were not rounded before. Eight lanes have a row (RowPart). Cosines, sines and slots
+// of the block's rows wait in shared memory: another warp brings them while products run.
+//
+// A slot below 0 or past the cache is skipped; a position outside the table turns nothing.
 #pragma once
 
 #include "common/convert_element.cuh"
@@ -19,7 +21,8 @@ namespace cki::gemm {
 
 constexpr int kHeadColumns = 128;
 
-// Heads of queries, keys, values, in this order. q: rows of queries. table: [table_rows, 128] of cosines, then sines.
+// Heads of queries, keys, values, in this order. q: where rows of queries go, q_row elements apart. table: [table_rows, 128] of
+// cosines, then sines. Elements of a cache's row are neighbours.
 struct HeadTensors {
   bf16* q;
   const bf16 *q_gamma, *k_gamma;
@@ -65,7 +68,7 @@ struct HeadRows {
   }
 };
 
-// at: of the block's rows; row: of the step's, `stored` if there is such a one.
+// A row's values. at: of the block's rows; row: of the step's, and whether there is such a one. gamma: of the head.
 template <bool kNorm, int kBlockShift, int kRows>
 __device__ __forceinline__ void finish_head(int lane, RowPart& values, const RowPart& gamma, const HeadRows<kRows>& found,
                                             const HeadTensors& heads, int head, int at, int row, bool stored) {
