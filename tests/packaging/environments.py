@@ -41,9 +41,10 @@ def pip(*arguments: str, python: Path | None = None) -> None:
 
 
 def build_wheel(project: Path, target: Path) -> Path:
-    """The wheel of a project copy."""
+    """The wheel of a project copy, as `make wheel` builds and packs it."""
     pip("wheel", "--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", str(target), str(project))
     (wheel,) = target.glob("cki_runtime-*.whl")
+    subprocess.run([sys.executable, str(ROOT / ".ci" / "pack_wheel.py"), str(wheel)], check=True)
     return wheel
 
 
