@@ -26,8 +26,8 @@ def test_make_shows_its_targets():
     )
     targets = [line.split()[1] for line in shown.stdout.splitlines()]
     wanted = [
-        "demo", "demo-llm", "test", "test-old-tensorflow", "test-gpu", "bench", "compile-all", "wheel", "lint", "format",
-        "clean",
+        "demo", "demo-llm", "test", "test-old-tensorflow", "test-gpu", "bench", "compile-all", "wheel", "lint",
+        "format", "clean",
     ]  # fmt: skip
     assert [target for target in targets if target != "help"] == wanted
 
