@@ -10,7 +10,7 @@
 //          those, times both scales, are added to the tile's sums in fp32: the tensor core adds e4m3 products with 14
 //          bits or so, which would be too few along K. Meanwhile the other consumer's products run.
 // Scales.  In registers, four stages' at a time (register_scales.cuh): each lane loads those of its rows, a group ahead.
-//          Copied to shared memory stage by stage they took a third of its speed (docs/linear.md).
+//          Copied to shared memory stage by stage they took a fifth of its time (docs/linear.md).
 // Few.     kBlockM = 64, for rows of which more would be none: the consumers have 64 columns each. Memory's rate is what
 //          counts then, so the blocks are many: kSplit of a cluster have one tile, each a part of K, and each finishes a part
 //          of the tile for all (cluster_sum.cuh). Not persistent: a block has one tile. The first weights are on their way
@@ -21,7 +21,7 @@
 //   kColumnScales, kVectorScalesX, kVectorScalesW (scales of four stages are one load), kHasBias, kTmaStore, kVectorY,
 //   kVectorBias, kProducerRegisters, kConsumerRegisters.
 // Boxes: x_map 128 x kBlockM, w_map 128 x kBlockN, y_map 64 x 16, unused without kTmaStore.
-// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh), and Scales::kStage floats a stage.
+// Dynamic shared memory: HopperLayout::kBytes (tiles.cuh).
 #include "common/constant.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
