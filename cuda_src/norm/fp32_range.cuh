@@ -44,6 +44,13 @@ __device__ __forceinline__ float finite_mean(float mean) {
   return fminf(fmaxf(mean, -kLargestFinite), kLargestFinite);
 }
 
+// The scale of deviations of which limits are the largest and the negated smallest. NaN where one is infinite: the mean that
+// they are from says so no more, and the norm of a row with an infinity is NaN throughout.
+__device__ __forceinline__ float deviations_scale(const float (&limits)[2], float eps) {
+  const float largest = fmaxf(fmaxf(limits[0], limits[1]), 0.0f);
+  return largest < __uint_as_float(0x7f800000u) ? power_of_two_scale(largest, eps) : __uint_as_float(0x7fffffffu);
+}
+
 // A rounded mean of numbers of which limits are the largest and the negated smallest.
 __device__ __forceinline__ float mean_within(const float (&limits)[2], float mean) {
   return fminf(fmaxf(mean, -limits[1]), limits[0]);

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsPerRow, kMinBlocks)
     float row_eps = eps;
     if (!deviations_in_range(moments, eps)) {
       block_reduce<Max>(limits, moment_scratch[1]);
-      scale = power_of_two_scale(fmaxf(limits[0], limits[1]), eps);
+      scale = deviations_scale(limits, eps);
       const float scaled[2] = {limits[0] * scale, limits[1] * scale};
       row_eps = scaled_eps(eps, scale);
       take_moments(moment_scratch[0]);

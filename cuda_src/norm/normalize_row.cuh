@@ -77,7 +77,7 @@ __device__ __forceinline__ Centred centre_row(RowValues& values, int width, floa
           limits[1] = fmaxf(limits[1], -values[v][i]);
         }
     row_reduce<Max>(limits, moment_scratch[1]);
-    const float scale = power_of_two_scale(fmaxf(limits[0], limits[1]), eps);
+    const float scale = deviations_scale(limits, eps);
     for_each_value(values, [&](float& value) { value *= scale; });
     for (float& limit : limits) limit *= scale;
     eps = scaled_eps(eps, scale);

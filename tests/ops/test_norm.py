@@ -146,6 +146,17 @@ def test_rows_of_equal_or_hardly_different_numbers(device, width):
         assert np.abs(y - expected).max() < 1e-6 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("width", [8, 64, 2000, 20001])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_row_with_an_infinity_is_nan_throughout(device, width, dtype, value):
+    x = normal((3, width), dtype, 1)
+    x[1, 5] = value
+    y = device.numpy(cki.layer_norm(device.array(x))).astype(np.float32)
+    assert np.isnan(y[1]).all()
+    assert np.isfinite(y[[0, 2]]).all()
+
+
 @pytest.mark.parametrize("width", [64, 2000])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_rows_whose_squares_leave_the_range_of_fp32(device, op, width):
