@@ -173,7 +173,9 @@ def _check(
         elif heads is None:
             counts = "{}, {} and {}".format(*(shape[-3] if len(shape) > 2 else 1 for shape in shapes))
             problems.append(f"query, key and value have {counts} heads, but enable_gqa is False")
-            hints.append("enable_gqa=True, for keys and values that several query heads share")
+            hints.append(
+                "the same heads, one, or with enable_gqa=True query heads a multiple of key's and of value's"
+            )
         batch = _common([shape[:-3] for shape in shapes])
         if batch is None:
             batches = "{}, {} and {}".format(*(shape[:-3] for shape in shapes))
@@ -187,4 +189,6 @@ def _check(
                 )
                 hints.append("attn_mask that broadcasts to [..., heads, queries, keys]")
     if problems:
-        raise InvalidArgumentError(f"{_OPERATION}: invalid arguments", problems, "; ".join(hints))
+        raise InvalidArgumentError(
+            f"{_OPERATION}: invalid arguments", problems, "; ".join(dict.fromkeys(hints))
+        )
