@@ -31,7 +31,6 @@ from cki.plan import Plan
 
 SHAPES = (
     *(f"{rows}x{shape}" for rows in (1024, 4096) for shape in ("4096x6144", "4096x4096", "4096x28672", "14336x4096")),
-    "4096x4096x4096",
     *(f"64x{shape}" for shape in ("4096x6144", "4096x4096", "4096x24576", "12288x4096")),
 )  # fmt: skip
 ROUNDS = 20
