@@ -346,7 +346,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 
   ptx::setmaxnreg_inc<kConsumerRegisters>();
-  if constexpr (kSplit > 1) ptx::cluster_wait();
   ptx::griddepcontrol_wait();
   const Output out{y, codes, code_scale, squares, bias, gamma, rows, columns};
   const int consumer = warpgroup - 1;
@@ -421,7 +420,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kHeads && kNormHeads) load_columns(lane, own_gamma, group < q_heads ? q_gamma : k_gamma, 0, kColumns);
       if constexpr (kHasBias) load_columns(lane, own_bias, bias, column, columns);
     }
-    if constexpr (kSplit > 1) sent.exchange(sum[0], share, rank);
+    if constexpr (kSplit > 1) {
+      ptx::cluster_wait();  // behind the stages, as the producers' is
+      sent.exchange(sum[0], share, rank);
+    }
     if (rank >= Sent::kOwners) continue;
     const auto meet = [] { ptx::bar_sync(1, 32 * kEnding); };
     if constexpr (kSlabsInRing) meet();  // nobody reads a stage any more
