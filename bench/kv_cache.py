@@ -10,7 +10,9 @@ between steps, outside the timed part.
 
 from __future__ import annotations
 
+import argparse
 import time
+from collections.abc import Sequence
 
 import common
 import numpy as np
@@ -45,9 +47,12 @@ def measure(device: str, sequences: int, context: int, block_size: int, phase: s
     return common.Timing(median, p10, p90)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     from cki.nvml import gpu_count
 
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     device = "cuda" if gpu_count() else "sim"
     rows = [
         common.row(
