@@ -17,7 +17,7 @@ from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_memory import DeviceTensors
 from cki.engine.quantized import BLOCK, QuantizedWeight, quantize_blocks, scales_shape
-from cki.engine.rope import cos_sin_table
+from cki.engine.rope import cos_sin_table, products_rotate
 from cki.memory.views import CacheTensor
 from cki.tensor import TensorView
 
@@ -121,8 +121,7 @@ class DeviceWeights:
     weights: Hugging Face's names to NumPy arrays, read one after the other and not kept; or a function of role and
     tensor that fills the tensor (weights that never were on the host).  positions: as many as the table of cosines and
     sines has, where the model needs one (role "cos_sin").  fp8: layers' matrices become e4m3 codes with scales of
-    128 x 128 blocks; codes that a file has are taken as they are where its matrices' rows are whole blocks.  Their
-    products rotate heads by a table.
+    128 x 128 blocks; codes that a file has are taken as they are where its matrices' rows are whole blocks.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class DeviceWeights:
     ) -> None:
         self.dtype, self.positions, self.fp8 = dtype, positions, fp8
         shapes = weight_shapes(config)
-        table = cos_sin_table(config, positions, always=fp8)
+        table = cos_sin_table(config, positions, always=products_rotate(config, dtype))
         coded = weight_specs(config, dtype, fp8=fp8)
         specs = [(role, *spec) for role, spec in coded.items()]
         if table is not None:

@@ -1,8 +1,8 @@
 """One layer of a step: its launches, over a step's buffers.
 
-Decode steps of up to 64 sequences over e4m3 codes are five launches a layer that hand each other codes
-(`few_rows_fp8`): of up to 32 two parts of the activations (W8A16), of more one (W8A8).  All others are as `Products`
-launches them.
+Decode steps of up to 64 sequences are five launches a layer that hand each other rows (`few_rows`) where these can: over
+e4m3 codes (of up to 32 two parts of the activations, W8A16, of more one, W8A8), and of more than 8 in bf16.  All others are
+as `Products` launches them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from cki import dtypes
 from cki.device import DeviceInfo
-from cki.engine.products import Products, Stream, Weight
+from cki.engine.products import DECODE_TOKENS, Products, Stream, Weight
 from cki.heuristics.linear import ACTIVATIONS
 from cki.operand import Operand, dense
 from cki.ops.attention import PackedSequences, plan_attention
 from cki.ops.embedding import plan_embed_tokens
-from cki.ops.few_rows_fp8 import ROWS, Codes, Heads, plan_embed_codes, plan_few_rows_fp8
+from cki.ops.few_rows import ROWS, Heads, Rows, plan_embed_stream, plan_few_rows
 from cki.ops.gather_cache import plan_gather_cache
 from cki.ops.linear_decode import Norm
 from cki.ops.paged import plan_paged_attention
@@ -58,8 +58,8 @@ class LayerPlanner:
 
     def steps(self, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
         """stream += attention(norm(stream)) wo, then += (activation(gate) * up) wd with gate and up of norm(stream)."""
-        if stream.codes is not None:
-            return self._few_rows(stream, stream.codes)
+        if stream.rows is not None:
+            return self._few_rows(stream, stream.rows)
         qkv, attended, inner = (self.buffer[name] for name in ("qkv", "attended", "inner"))
         products, activation = self.products, self.model.config.activation
         steps = products.project(stream, self._norm("norm1"), self._matrix("wqkv", "bqkv"), qkv)
@@ -71,48 +71,47 @@ class LayerPlanner:
         return steps + added, stream
 
     def begin(self, tokens: Operand, table: Operand, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
-        """The first layer's stream: rows of the table, and their codes where all layers' products take these."""
+        """The first layer's stream: rows of the table, and what products read of them where all layers take few rows."""
         x = stream.x
         if not self._takes_few_rows(x):
             return plan_embed_tokens(tokens, table, x, self.device), stream
-        codes = self._codes("x", x.shape[1], dense("squares", (x.shape[0], x.shape[1] // 128), dtypes.f32))
+        squares = dense("squares", (x.shape[0], x.shape[1] // 128), dtypes.f32)
+        rows = self._rows("x", dense("normed", x.shape, x.dtype), squares)
         gamma = self._norm("norm1").gamma
-        return plan_embed_codes(tokens, table, gamma, x, codes, self.device), replace(stream, codes=codes)
+        return plan_embed_stream(tokens, table, gamma, x, rows, self.device), replace(stream, rows=rows)
 
     def _takes_few_rows(self, x: Operand) -> bool:
-        """Whether a layer's products are those of `few_rows_fp8`: of a decode step, of whole blocks of 128."""
+        """Whether a layer's products are those of `few_rows`: of a decode step, of whole blocks of 128."""
         c = self.model.config
         weights = [self._matrix(*names) for names in _MATRICES]
         widths = x.shape[1], *(self.buffer[name].shape[1] for name in ("qkv", "attended", "inner"))
+        least = 1 if self.model.fp8 else DECODE_TOKENS + 1
         return (
-            self.shape.decode and self.model.way is None and x.shape[0] <= ROWS
+            self.shape.decode and self.model.way is None and least <= x.shape[0] <= ROWS
             and self.device.arch == "sm_90a" and x.dtype == dtypes.bf16 and self.model.merge_inside
             and c.activation in ACTIVATIONS and c.head_dim == 128 and not any(width % 128 for width in widths)
-            and all(w.scales is not None for w in weights) and not any(w.bias for w in weights[1:])
+            and all((w.scales is not None) == self.model.fp8 for w in weights) and not any(w.bias for w in weights[1:])
         )  # fmt: skip
 
-    def _codes(self, name: str, width: int, squares: Operand | None = None) -> Codes:
-        """Memory for the step's rows: in two parts, of few."""
-        tokens = self.shape.tokens
+    def _rows(self, name: str, values: Operand, squares: Operand | None = None) -> Rows:
+        """Memory for what a product reads: values, or where layers are codes some in their place, in two parts of few."""
+        tokens, width = values.shape
+        eps = self.model.config.rms_norm_eps
+        if not self.model.fp8:
+            return Rows(values, None, squares, eps)
         rows = ROWS if tokens <= ROWS // 2 else tokens
-        scales = dense(f"{name}_scales", (tokens, width // 128), dtypes.f32)
-        return Codes(
-            dense(f"{name}_codes", (rows, width), dtypes.e4m3),
-            scales,
-            squares,
-            self.model.config.rms_norm_eps,
-        )
+        codes = dense(f"{name}_codes", (rows, width), dtypes.e4m3)
+        return Rows(codes, dense(f"{name}_scales", (tokens, width // 128), dtypes.f32), squares, eps)
 
-    def _few_rows(self, stream: Stream, of_x: Codes) -> tuple[tuple[Step, ...], Stream]:
-        """`steps` by launches that hand each other codes; a norm's 1 / rms is applied by the product behind it."""
+    def _few_rows(self, stream: Stream, of_x: Rows) -> tuple[tuple[Step, ...], Stream]:
+        """`steps` by launches that hand each other rows; a norm's 1 / rms is applied by the product behind it."""
         x, qkv, attended, inner = stream.x, *(self.buffer[name] for name in ("qkv", "attended", "inner"))
         wqkv, wo, wgu, wd = (self._matrix(*names) for names in _MATRICES)
 
-        def product(x: Codes, weight: Weight, **options: Any) -> tuple[Step, ...]:
-            assert weight.scales is not None
-            return plan_few_rows_fp8(x, weight.w, weight.scales, self.device, bias=weight.bias, **options)
+        def product(x: Rows, weight: Weight, **options: Any) -> tuple[Step, ...]:
+            return plan_few_rows(x, weight.w, weight.scales, self.device, bias=weight.bias, **options)
 
-        of_attended, of_inner = self._codes("inner", attended.shape[1]), self._codes("inner", inner.shape[1])
+        of_attended, of_inner = self._rows("inner", attended), self._rows("inner", inner)
         gamma = self._norm("norm2").gamma
         if self.model.kv_codes:
             steps = product(of_x, wqkv, y=qkv) + self._append(qkv)
@@ -160,9 +159,11 @@ class LayerPlanner:
             None if q_norm is None or k_norm is None else (q_norm, k_norm), c.rms_norm_eps,
         )  # fmt: skip
 
-    def _attention(self, qkv: Operand, attended: Operand, codes: Codes | None = None) -> tuple[Step, ...]:
+    def _attention(self, qkv: Operand, attended: Operand, to: Rows | None = None) -> tuple[Step, ...]:
+        """attended, or in a decode step codes of it where `to` has some."""
         c, shape = self.model.config, self.shape
         tokens, width, dim = shape.tokens, qkv.shape[1], c.head_dim
+        codes = None if to is None or to.scales is None else (to.values, to.scales)
         q_end = c.num_heads * dim
         q, k_cache, v_cache = self._split(qkv)[0], self._cache("k"), self._cache("v")
         left = c.sliding_window - 1 if c.sliding_window is not None and self.windowed else -1
@@ -172,7 +173,7 @@ class LayerPlanner:
             plan = plan_paged_attention(
                 q.view((tokens, 1, c.num_heads, dim), (width, width, dim, 1)), k_cache, v_cache, lengths,
                 attended.view((tokens, 1, c.num_heads, dim), (q_end, q_end, dim, 1)), self.device,
-                block_table=table, left=left, scales=self._scales(), codes=codes and codes[:2],
+                block_table=table, left=left, scales=self._scales(), codes=codes,
                 counters=self.buffer["counters"] if self.model.merge_inside else None,
                 overlaps=True, keys_early=True,
             )  # fmt: skip
@@ -213,5 +214,5 @@ class LayerPlanner:
         return Rotation(c.head_dim, self._table())
 
     def _table(self) -> Operand:
-        """Cosines and sines, which weights of codes always have."""
+        """Cosines and sines, which weights have where rotation is scaled, or products rotate (`rope.products_rotate`)."""
         return dense("cos_sin", (self.model.positions, self.model.config.head_dim), dtypes.f32)

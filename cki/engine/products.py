@@ -6,7 +6,7 @@ to 16        rms_norm, linear, gated_linear                  the same
 more         the same                                        linear_fp8 on rows quantised by 128s: W8A8 (sm_90a);
                                                              elsewhere linear_decode, 16 tokens after the other
 
-Decode steps of codes have another form where they can (`cki.engine.layer_plan`).
+Decode steps of codes, and of more than 8 tokens in bf16, have another form where they can (`cki.engine.layer_plan`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cki.errors import UnsupportedError
 from cki.heuristics.linear_decode import MAX_TOKENS
 from cki.heuristics.linear_skinny import MIN_WEIGHT_BYTES
 from cki.operand import Operand, dense
-from cki.ops.few_rows_fp8 import Codes
+from cki.ops.few_rows import Rows
 from cki.ops.gated_linear import plan_gated_linear
 from cki.ops.linear import plan_linear
 from cki.ops.linear_decode import Norm, decode_obstacles, plan_linear_decode
@@ -36,7 +36,7 @@ _PROJECTED = "projected"
 #: Architectures of `linear_fp8`.
 _HOPPER = ("sm_90a",)
 #: Tokens up to which `linear_decode` is better than launches apart of large weights (an H200).
-_DECODE_TOKENS = 8
+DECODE_TOKENS = 8
 
 
 #: How products of few tokens are launched: see `Products`.
@@ -55,13 +55,13 @@ class Weight(NamedTuple):
 class Stream:
     """The rows that layers add to: x, and where `pending`, delta beside it, which the next norm adds to x first.
 
-    codes: of x times the next norm's gamma, where the launch that completed x has made them.
+    rows: x times the next norm's gamma, where the launch that completed x has made that.
     """
 
     x: Operand
     delta: Operand | None = None
     pending: bool = False
-    codes: Codes | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Products:
             return x.shape[0] <= MAX_TOKENS or self.device.arch not in _HOPPER
         y = dense("y", (x.shape[0], weight.w.shape[0]), x.dtype)
         is_small = weight.w.size * weight.w.dtype.itemsize < MIN_WEIGHT_BYTES
-        is_better = is_small or (x.shape[0] <= _DECODE_TOKENS and self.device.arch in _HOPPER)
+        is_better = is_small or (x.shape[0] <= DECODE_TOKENS and self.device.arch in _HOPPER)
         wanted = is_better if self.way is None else self.way == "decode"
         return wanted and not decode_obstacles(x, weight.w, y, self.device)
 

@@ -16,6 +16,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from cki import dtypes
+from cki.dtypes import DType
 from cki.engine.config import ModelConfig, RopeScaling
 
 
@@ -42,6 +44,11 @@ def magnitude(config: ModelConfig) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.kind == "yarn" and scaling.factor > 1 else 1.0
+
+
+def products_rotate(config: ModelConfig, dtype: DType) -> bool:
+    """Whether products of few rows, which take cosines from a table, may rotate heads of this type (`cki.ops.few_rows`)."""
+    return dtype == dtypes.bf16 and config.head_dim == 128
 
 
 def cos_sin_table(config: ModelConfig, positions: int, *, always: bool = False) -> NDArray[np.float32] | None:

@@ -31,7 +31,7 @@ from cki.operand import Operand, dense
 from cki.ops.advance import plan_advance
 from cki.ops.attention_hopper import workspace_of
 from cki.ops.embedding import plan_embed_tokens
-from cki.ops.few_rows_fp8 import ROWS
+from cki.ops.few_rows import ROWS
 from cki.ops.linear_decode import Norm
 from cki.ops.sampling import plan_sample_tokens
 from cki.plan import ArgumentValue, Plan, Step, TensorMapArg
@@ -107,7 +107,6 @@ class DecoderPlanner:
             "inner_codes": ((max(t, ROWS), widest), dtypes.e4m3),
             "x_scales": ((t, -(-c.hidden_size // 128)), dtypes.f32),
             "inner_scales": ((t, -(-widest // 128)), dtypes.f32),
-            "squares": ((t, -(-c.hidden_size // 128)), dtypes.f32),
         }  # fmt: skip
         kv_shape = (self.cache.columns * self.cache.block_size, c.num_kv_heads, c.head_dim)
         of_cache = {
@@ -124,6 +123,7 @@ class DecoderPlanner:
             "limits": ((n,), dtypes.i32),
             "x": ((t, c.hidden_size), self.dtype),
             "normed": ((t, c.hidden_size), self.dtype),
+            "squares": ((t, -(-c.hidden_size // 128)), dtypes.f32),
             "qkv": ((t, heads + 2 * c.num_kv_heads * c.head_dim), self.dtype),
             "attended": ((t, heads), self.dtype),
             "inner": ((t, c.intermediate_size), self.dtype),

@@ -18,7 +18,7 @@ from cki.dtypes import DType
 from cki.engine.config import ModelConfig
 from cki.engine.device_memory import DeviceTensors
 from cki.engine.device_weights import HasView, source_names, weight_shapes
-from cki.engine.rope import cos_sin_table
+from cki.engine.rope import cos_sin_table, products_rotate
 from cki.errors import InvalidArgumentError, InvalidTypeError
 from cki.tensor import TensorView
 
@@ -59,7 +59,7 @@ class TorchWeights:
                 self._tensors.append((role, _Lent(tensor)))
             if device.kind == "cuda":
                 torch.cuda.synchronize(device.index)  # the engine's stream waits for no other
-        table = cos_sin_table(config, positions)
+        table = cos_sin_table(config, positions, always=products_rotate(config, self.dtype))
         if table is not None:
             own = DeviceTensors(device, [("cos_sin", table.shape, dtypes.f32)])
             own.write("cos_sin", table)

@@ -134,8 +134,8 @@ def decode_kernel(
 
 def representative_specs(arch: str) -> list[KernelSpec]:
     """Kernels that stand for all: both types, one and two tiles of tokens, with and without each part; on Hopper also
-    those of `few_rows_fp8`, which serve the same products."""
-    from cki.ops.few_rows_fp8 import representative_specs as of_codes
+    those of `few_rows`, which serve the same products."""
+    from cki.ops.few_rows import representative_specs as of_codes
 
     device = sim_device(arch)
     bf16, f16 = dtypes.bf16, dtypes.f16

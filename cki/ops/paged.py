@@ -137,7 +137,7 @@ def plan_paged_attention(
         scales of tokens beside them.
     codes: dense e4m3 [batch, heads * 128] and f32 [batch, heads] that are written instead of out, as
         `quantize_fp8(granularity="block128")` of it would, or codes [64, heads * 128] of two parts
-        (`few_rows_fp8.Codes`): for one query, rows of 128, with counters; else UnsupportedError.
+        (`few_rows.Rows`): for one query, rows of 128, with counters; else UnsupportedError.
     """
     batch, queries, heads, head_dim = q.shape
     if not batch * queries * heads:

@@ -1,10 +1,11 @@
-// Rows of 128 columns, of which a warp has four at a time: of a tile's sums, and as e4m3 codes with a scale.
+// Rows of 128 columns, of which a warp has four at a time: of a tile's sums, rounded, and as e4m3 codes with a scale.
 #pragma once
 
 #include "common/e4m3_codes.cuh"
 #include "common/e4m3_parts.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
+#include "common/vec.cuh"
 
 namespace cki::gemm {
 
@@ -45,6 +46,20 @@ struct RowSlabs {
  private:
   __device__ __forceinline__ float* row_of(int s, int row) const {
     return reinterpret_cast<float*>(memory + s * kStride) + row * kColumns;
+  }
+};
+
+// Dense rows of `columns` in bf16.
+struct RoundedRows {
+  bf16* rows;
+  int columns;
+
+  // As CodeRows.
+  __device__ __forceinline__ void write(int lane, const RowPart& values, int row, int group, bool stored) const {
+    if (!stored) return;
+    bf16* to = rows + static_cast<i64>(row) * columns + group * 128 + first_column(lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_floats(to + i * 32, values[i]);
   }
 };
 

@@ -1,28 +1,31 @@
-// Products of a decoder's layer for few rows of e4m3 codes, with what lies between them, on Hopper (sm_90a).
+// Products of a decoder's layer for few rows, with what lies between them, on Hopper (sm_90a): of bf16, or of e4m3 codes (kCodes).
 //
-//   p[m, n] = r[m] sum over k of x[m, k] x_scale[m, k / 128] w[n, k] w_scale[n / 128, k / 128]
+//   p[m, n] = r[m] sum over k of x[m, k] x_scale[m, k / 128] w[n, k] w_scale[n / 128, k / 128]         bf16: no scales
 //
 //   r = 1, or kRowFactors: 1 / sqrt(sum of squares[m] / K + epsilon), so that x is the input of an RMS norm times gamma
 //   kPlain   y = p + bias
-//   kGates   codes of act(p) * (the p of ups), w [2 N, K]
+//   kGates   to = act(p) * (the p of ups), w [2 N, K]
 //   kHeads   y, of queries, and a cache's keys and values: heads of p + bias, normalised and rotated          (head_end.cuh)
-//   kStream  y = y + p rounded; codes of y * gamma, and the sums of y's squares over 128 columns: what kRowFactors then reads
+//   kStream  y = y + p rounded; to = y * gamma, and the sums of y's squares over 128 columns: what kRowFactors then reads
+//   where `to` is what the next product reads: codes with scales, or bf16
 //
-// Why beside linear_fp8.cu. Of few rows w's bytes are the time, and a launch between two products costs as much as 10 MB of
-//          them. Quantisation does not see a factor of a row, so a norm's can wait for the sums.
+// Why beside linear_fp8.cu and linear.cu. Of few rows w's bytes are the time, and a launch between two products costs as much as
+//          10 MB of them. Rounding to bf16 and quantisation do not see a factor of a row, so a norm's can wait for the sums.
 // Parts.   kTwoParts: of up to 32 rows, each two of x's: two e4m3 numbers an element and one scale, a power of two for 128
 //          (e4m3_parts.cuh): W8A16. Parts are eight rows of x apart, so a thread has the sums of both.
 // Tile.    64 rows of x, 128 columns, with gates those of their ups too: a block has whole groups of 128. The two consumers have 64
 //          columns each. Sums go through shared memory (row_parts.cuh) to warps that have whole rows.
-// Sums, scales, ring, parts of K: as there. All of w is read before the launch before has ended; that must not write it.
+// Sums of codes, scales, ring, parts of K: as in linear_fp8.cu; sums of bf16 stay in wgmma's accumulators. All of w is read before the
+//          launch before has ended; that must not write it.
+// Traffic. w once, x once for each 128 columns, from L2; 2 M N K flops.
 //
-// columns is a multiple of 128 (kPlain: of 2). Rows of y, codes, scales and squares are dense, gamma and bias too.
+// columns is a multiple of 128 (kPlain: of 2). Rows of y, to, scales and squares are dense, gamma and bias too.
 // kRowFactors: up to 64 rows. kRowsX: rows of x that are brought; products of others are of what lies behind, and of nobody. kLeft:
 //   stages that are not asked for yet when the next launch may begin. kOneTile: no block has two. kBlockShift: of a cache's block
 //   size, -1 if that is no power of two.
-// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kStages, kSplit (1 to 3), kMode (0 to 3), kTwoParts, kRowsX,
-//   kRowFactors, kHasBias, kActivation, kLeft, kOneTile, kNormHeads, kBlockShift, kSharedBytes, kProducerRegisters,
-//   kConsumerRegisters. Boxes: x_map 128 x kRowsX, w_map 128 x 128. Dynamic shared memory: kSharedBytes.
+// Grid: kSplit blocks a tile; or blocks that take tiles in turn. Prelude: kCodes, kStages, kSplit (1 to 3), kMode (0 to 3), kTwoParts,
+//   kRowsX, kRowFactors, kHasBias, kActivation, kLeft, kOneTile, kNormHeads, kBlockShift, kSharedBytes, kProducerRegisters,
+//   kConsumerRegisters. Boxes: 128 bytes of K x kRowsX of x, x 128 of w. Dynamic shared memory: kSharedBytes.
 #include "common/convert_element.cuh"
 #include "common/reduce.cuh"
 #include "common/stage_ring.cuh"
@@ -56,11 +59,13 @@ constexpr int kHalves = kTwoParts ? 1 : 2;  // rows of a thread, eight apart
 constexpr int kOwnRows = 32 * kHalves;      // of a tile, that have a scale
 constexpr int kGroupColumns = kColumns / kConsumers;
 constexpr int kPairs = kGroupColumns / 8;   // of neighbouring columns, a thread's of one row
-constexpr int kScaledDepth = 128, kStepDepth = 32;
+constexpr int kStageDepth = kCodes ? 128 : 64, kStepBytes = 32;  // of K: elements of a stage; bytes of a product's step
+constexpr int kGroup = 128;  // columns with one scale, or one sum of squares
+static_assert(kCodes || !kTwoParts, "parts are codes");
 constexpr int kWeights = kGates ? 2 : 1;  // gates', ups'
 constexpr int kBytesX = kRowsX * gemm::kSpan, kBytesW = kColumns * gemm::kSpan;
 constexpr int kStageBytes = kBytesX + kWeights * kBytesW;
-constexpr int kStageScales = kRows + 4;  // floats: rows', columns', ups', none
+constexpr int kStageScales = kCodes ? kRows + 4 : 0;  // floats: rows', columns', ups', none
 using Sent = gemm::SentSum<kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || !kGates, "gates' tiles are whole");
 // A tile ends by rows, of which a block that finishes has so many; all warps of consumers take four at a time.
@@ -86,10 +91,10 @@ constexpr int kFinding = (kRowFactors ? 1 : 0) + (kHeads ? 1 : 0), kToldThreads 
 using Ring = StageRing<kStages>;
 using Part = float[kWeights][kGroupColumns / 2];
 
-// Dense rows: y and codes of `columns`, scales and squares of one in 128.
+// Dense rows: y and to of `columns`, scales and squares of one in 128.
 struct Output {
   bf16* y;
-  u8* codes;
+  void* to;
   float *scale, *squares;
   const bf16 *bias, *gamma;
   int rows, columns;
@@ -116,17 +121,23 @@ __device__ __forceinline__ void copy_scales(float* scales, Ring& ring, const flo
   }
 }
 
-// Waits for the ring's stage and starts its products, alone in `part`.
+// Waits for the ring's stage and starts its products: of codes alone in `part`, else added to it.
 __device__ __forceinline__ void start_products(Part& part, Ring& ring, u64 x_at, u64 w_at) {
   ring.wait_full();
   ptx::wgmma_fence();
   const u32 stage = __shfl_sync(0xffffffffu, static_cast<u32>(ring.stage * kStageBytes), 0);
 #pragma unroll
-  for (int step = 0; step < kScaledDepth / kStepDepth; ++step) {
-    const u32 at = stage + static_cast<u32>(step * kStepDepth);
+  for (int step = 0; step < gemm::kSpan / kStepBytes; ++step) {
+    const u32 at = stage + static_cast<u32>(step * kStepBytes);
 #pragma unroll
-    for (int i = 0; i < kWeights; ++i)
-      ptx::wgmma<kGroupColumns, e4m3>(part[i], gemm::step_on(x_at, at), gemm::step_on(w_at, at + i * kBytesW), step > 0);
+    for (int i = 0; i < kWeights; ++i) {
+      const u64 x = gemm::step_on(x_at, at), w = gemm::step_on(w_at, at + i * kBytesW);
+      if constexpr (kCodes) {
+        ptx::wgmma<kGroupColumns, e4m3>(part[i], x, w, step > 0);
+      } else {
+        ptx::wgmma<kGroupColumns, bf16>(part[i], x, w, true);
+      }
+    }
   }
   ptx::wgmma_commit_group();
   ring.advance();
@@ -142,7 +153,7 @@ __device__ __forceinline__ void find_row_factors(float* factors, const float* sq
 #pragma unroll 8
       for (int n = 0; n < groups; ++n) sum += squares[static_cast<i64>(row) * groups + n];
     }
-    factors[row] = rsqrtf(sum / static_cast<float>(groups * kScaledDepth) + epsilon);
+    factors[row] = rsqrtf(sum / static_cast<float>(groups * kGroup) + epsilon);
   }
 }
 
@@ -186,7 +197,7 @@ __device__ __forceinline__ void load_columns(int lane, gemm::RowPart& values, co
   }
 }
 
-// y, which is rounded; its squares' sum; and what becomes codes.
+// y, which is rounded; its squares' sum; and what the next product reads.
 __device__ __forceinline__ void end_stream(int lane, gemm::RowPart& values, const gemm::RowPart& gamma, int row, int group,
                                            bool stored, const Output& out) {
   float squares = 0.0f;
@@ -241,16 +252,18 @@ __device__ __forceinline__ void end_rows(int lane, int warp, unsigned char* memo
         if (stored && column < out.columns)
           *reinterpret_cast<u32*>(out.y + static_cast<i64>(row) * out.columns + column) = pack_pair<bf16>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
       }
+    } else if constexpr (kCodes) {
+      gemm::CodeRows<kTwoParts>{static_cast<u8*>(out.to), out.scale, out.columns}.write(lane, values, row, group, stored);
     } else {
-      gemm::CodeRows<kTwoParts>{out.codes, out.scale, out.columns}.write(lane, values, row, group, stored);
+      gemm::RoundedRows{static_cast<bf16*>(out.to), out.columns}.write(lane, values, row, group, stored);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    few_rows_fp8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scale,
-                 const float* w_scale, const float* squares_of_x, const bf16* bias, const bf16* gamma, bf16* y, u8* codes,
-                 float* code_scale, float* squares, int rows, int columns, int depth, float epsilon, i64 x_scale_row,
+    few_rows(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scale,
+                 const float* w_scale, const float* squares_of_x, const bf16* bias, const bf16* gamma, bf16* y, void* to,
+                 float* to_scale, float* squares, int rows, int columns, int depth, float epsilon, i64 x_scale_row,
                  i64 x_scale_k, i64 w_scale_n, i64 w_scale_k, const bf16* q_gamma, const bf16* k_gamma, bf16* k_cache, bf16* v_cache,
                  const i64* slots, const int* positions, const float* table, i64 k_block, i64 k_token, i64 k_head, i64 v_block,
                  i64 v_token, i64 v_head, i64 num_slots, int table_rows, int block_size, int q_heads, int kv_heads,
@@ -258,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int tiles_m = (rows + kOwnRows - 1) / kOwnRows, tiles_n = (columns + kColumns - 1) / kColumns, tiles = tiles_m * tiles_n;
-  const int all_k_tiles = (depth + kScaledDepth - 1) / kScaledDepth;
+  const int all_k_tiles = (depth + kStageDepth - 1) / kStageDepth;
   const int block = static_cast<int>(blockIdx.x) / kSplit, blocks = static_cast<int>(gridDim.x) / kSplit;
   const int rank = static_cast<int>(blockIdx.x) % kSplit;  // which part of K
   const int first_k = all_k_tiles * rank / kSplit, k_tiles = all_k_tiles * (rank + 1) / kSplit - first_k;
@@ -273,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&x_map);
     ptx::prefetch_tensormap(&w_map);
-    ring.initialise(128 * kConsumers, 1 + 32);
+    ring.initialise(kCodes ? 128 * kConsumers : 4 * kConsumers, kCodes ? 1 + 32 : 1);
     sent.initialise(rank);
     ptx::fence_mbarrier_init();
   }
@@ -282,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x / 32 == 1) {
+    if (kCodes && threadIdx.x / 32 == 1) {
       ptx::griddepcontrol_wait();
       for (int tile = block; tile < tiles; tile += blocks) {
         const int row = tile % tiles_m * kOwnRows, group = tile / tiles_m;
@@ -298,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (kRowFactors && rank < Sent::kOwners && threadIdx.x / 32 == 2) {
       ptx::griddepcontrol_wait();
-      find_row_factors(row_factors, squares_of_x, rows, all_k_tiles, epsilon);
+      find_row_factors(row_factors, squares_of_x, rows, (depth + kGroup - 1) / kGroup, epsilon);
       ptx::bar_arrive(2, kToldThreads);
     }
     if (kHeads && rank < Sent::kOwners && threadIdx.x / 32 == 3) {
@@ -318,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::mbarrier_arrive_expect_tx(ring.full + ring.stage, kStageBytes);
 #pragma unroll
         for (int i = 0; i < kWeights; ++i)
-          ptx::tma_load_2d(stage + i * kBytesW, &w_map, ring.full + ring.stage, (first_k + k) * kScaledDepth,
+          ptx::tma_load_2d(stage + i * kBytesW, &w_map, ring.full + ring.stage, (first_k + k) * kStageDepth,
                            i * columns + tile / tiles_m * kColumns);
       };
       const int ahead = min(k_tiles, kStages);
@@ -333,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             load_w(tile, k);
           }
           if (--left == min(kLeft, k_tiles - 1)) ptx::griddepcontrol_launch_dependents();
-          ptx::tma_load_2d(smem + ring.stage * kStageBytes, &x_map, ring.full + ring.stage, (first_k + k) * kScaledDepth,
+          ptx::tma_load_2d(smem + ring.stage * kStageBytes, &x_map, ring.full + ring.stage, (first_k + k) * kStageDepth,
                            tile % tiles_m * kRows);
         }
       }
@@ -347,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   ptx::setmaxnreg_inc<kConsumerRegisters>();
   ptx::griddepcontrol_wait();
-  const Output out{y, codes, code_scale, squares, bias, gamma, rows, columns};
+  const Output out{y, to, to_scale, squares, bias, gamma, rows, columns};
   const int consumer = warpgroup - 1;
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, quad = static_cast<int>(threadIdx.x) % 32 / 4;
   const int own_row = warp * (8 * kHalves) + quad;  // and the one eight rows below
@@ -365,52 +378,68 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kStream) {
       if (finishes) begin_with_y(sum, out, tile_row + own_row, group * kColumns + consumer * kGroupColumns + static_cast<int>(threadIdx.x) % 4 * 2);
     }
-    Part even, odd;    // products of stages in turn
     Ring done = ring;  // one stage behind
-    float factors[kWeights][kHalves];  // of its rows
-    const auto load_factors = [&] {
-      const float* stage = scales + done.stage * kStageScales;
+    if constexpr (kCodes) {
+      Part even, odd;    // products of stages in turn
+      float factors[kWeights][kHalves];  // of its rows
+      const auto load_factors = [&] {
+        const float* stage = scales + done.stage * kStageScales;
 #pragma unroll
-      for (int i = 0; i < kWeights; ++i) {
+        for (int i = 0; i < kWeights; ++i) {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) factors[i][half] = stage[own_row + half * 8] * stage[kRows + i];
-      }
-    };
-    const auto add_stage = [&](Part& part) {
+          for (int half = 0; half < kHalves; ++half) factors[i][half] = stage[own_row + half * 8] * stage[kRows + i];
+        }
+      };
+      const auto add_stage = [&](Part& part) {
 #pragma unroll
-      for (int i = 0; i < kWeights; ++i) ptx::wgmma_fence_registers(part[i]);
-      done.release_by_one();  // each lane has read scales
+        for (int i = 0; i < kWeights; ++i) ptx::wgmma_fence_registers(part[i]);
+        done.release_by_one();  // each lane has read scales
 #pragma unroll
-      for (int i = 0; i < kWeights; ++i) {
+        for (int i = 0; i < kWeights; ++i) {
 #pragma unroll
-        for (int j = 0; j < kGroupColumns / 2; ++j) sum[i][j] = fmaf(part[i][j], factors[i][j / 2 % kHalves], sum[i][j]);
-      }
-    };
-    int k = 0;
-    start_products(even, ring, x_at, w_at);
-#pragma unroll 1
-    for (; k + 2 < k_tiles; k += 2) {
-      start_products(odd, ring, x_at, w_at);
-      load_factors();
-      ptx::wgmma_wait_group<1>();
-      add_stage(even);
+          for (int j = 0; j < kGroupColumns / 2; ++j) sum[i][j] = fmaf(part[i][j], factors[i][j / 2 % kHalves], sum[i][j]);
+        }
+      };
+      int k = 0;
       start_products(even, ring, x_at, w_at);
-      load_factors();
-      ptx::wgmma_wait_group<1>();
-      add_stage(odd);
-    }
-    if (k + 1 < k_tiles) {
-      start_products(odd, ring, x_at, w_at);
-      load_factors();
-      ptx::wgmma_wait_group<1>();
-      add_stage(even);
-      load_factors();
-      ptx::wgmma_wait_group<0>();
-      add_stage(odd);
+#pragma unroll 1
+      for (; k + 2 < k_tiles; k += 2) {
+        start_products(odd, ring, x_at, w_at);
+        load_factors();
+        ptx::wgmma_wait_group<1>();
+        add_stage(even);
+        start_products(even, ring, x_at, w_at);
+        load_factors();
+        ptx::wgmma_wait_group<1>();
+        add_stage(odd);
+      }
+      if (k + 1 < k_tiles) {
+        start_products(odd, ring, x_at, w_at);
+        load_factors();
+        ptx::wgmma_wait_group<1>();
+        add_stage(even);
+        load_factors();
+        ptx::wgmma_wait_group<0>();
+        add_stage(odd);
+      } else {
+        load_factors();
+        ptx::wgmma_wait_group<0>();
+        add_stage(even);
+      }
     } else {
-      load_factors();
+#pragma unroll
+      for (int i = 0; i < kWeights; ++i) ptx::wgmma_fence_registers(sum[i]);
+      start_products(sum, ring, x_at, w_at);
+#pragma unroll 1
+      for (int k = 1; k < k_tiles; ++k) {
+        start_products(sum, ring, x_at, w_at);
+        ptx::wgmma_wait_group<1>();
+        done.release();
+      }
       ptx::wgmma_wait_group<0>();
-      add_stage(even);
+#pragma unroll
+      for (int i = 0; i < kWeights; ++i) ptx::wgmma_fence_registers(sum[i]);
+      done.release();
     }
     const int thread = gemm::opaque_thread(), lane = thread % 32;
     gemm::RowPart own_gamma = {}, own_bias = {};

@@ -1,10 +1,11 @@
-// A decoder's stream begins: rows of a table by tokens, and what the first product of codes (few_rows_fp8.cu) reads of them.
+// A decoder's stream begins: rows of a table by tokens, and what the first product of few rows (few_rows.cu) reads of them.
 //
-//   x[t, :] = table[tokens[t], :]      codes and scales of x * gamma, by 128 neighbours      squares[t, n] = sum of x^2 of 128 columns
+//   x[t, :] = table[tokens[t], :]      to = x * gamma      squares[t, n] = sum of x^2 of 128 columns
 //
-// A token outside the table is a row of zeros. table: [words, columns], rows `table_stride` elements apart; gamma [columns]; x, codes,
-// scales and squares dense (row_parts.cuh); columns a multiple of 128. A warp has 512 columns of a token.
-// Grid: (columns / 512 / kWarps, tokens). Prelude: kWarps, kTwoParts.
+// to: bf16, or kCodes: codes with scales of 128 neighbours. A token outside the table is a row of zeros. table: [words, columns], rows
+// `table_stride` elements apart; gamma [columns]; x, to, scales and squares dense (row_parts.cuh); columns a multiple of 128. A warp has
+// 512 columns of a token.
+// Grid: (columns / 512 / kWarps, tokens). Prelude: kWarps, kCodes, kTwoParts.
 #include "common/types.cuh"
 #include "common/vec.cuh"
 #include "gemm/hopper/row_parts.cuh"
@@ -13,7 +14,7 @@
 using namespace cki;
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
-    embed_codes(const int* tokens, const bf16* table, const bf16* gamma, bf16* x, u8* codes, float* scales, float* squares,
+    embed_stream(const int* tokens, const bf16* table, const bf16* gamma, bf16* x, void* to, float* scales, float* squares,
                 int words, int columns, i64 table_stride) {
   const int lane = static_cast<int>(threadIdx.x) % 32, token = static_cast<int>(blockIdx.y), groups = columns / 128;
   const int group = (static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32) * 4 + lane / 8;
@@ -43,5 +44,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
   }
   sum = warp_sum<8>(sum);
   if (present && lane % 8 == 0) squares[static_cast<i64>(token) * groups + group] = sum;
-  gemm::CodeRows<kTwoParts>{codes, scales, columns}.write(lane, values, token, group, present);
+  if constexpr (kCodes) {
+    gemm::CodeRows<kTwoParts>{static_cast<u8*>(to), scales, columns}.write(lane, values, token, group, present);
+  } else {
+    gemm::RoundedRows{static_cast<bf16*>(to), columns}.write(lane, values, token, group, present);
+  }
 }
