@@ -1,8 +1,8 @@
 """One layer of a step: its launches, over a step's buffers.
 
-Decode steps of up to 64 sequences are five launches a layer that hand each other rows (`few_rows`) where these can: over
-e4m3 codes (of up to 32 two parts of the activations, W8A16, of more one, W8A8), and of more than 8 in bf16.  All others are
-as `Products` launches them.
+Decode steps of up to 64 sequences are five launches a layer that hand each other rows (`few_rows`) where these can, or
+six where heads are not of 128: over e4m3 codes (of up to 32 two parts of the activations, W8A16, of more one, W8A8), and
+of more than 8 in bf16.  All others are as `Products` launches them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class LayerPlanner:
         return (
             self.shape.decode and self.model.way is None and least <= x.shape[0] <= ROWS
             and self.device.arch == "sm_90a" and x.dtype == dtypes.bf16 and self.model.merge_inside
-            and c.activation in ACTIVATIONS and c.head_dim == 128 and not any(width % 128 for width in widths)
+            and c.activation in ACTIVATIONS and (c.head_dim == 128 or not self.model.fp8)
+            and not any(width % 128 for width in widths)
             and all((w.scales is not None) == self.model.fp8 for w in weights) and not any(w.bias for w in weights[1:])
         )  # fmt: skip
 
@@ -113,7 +114,7 @@ class LayerPlanner:
 
         of_attended, of_inner = self._rows("inner", attended), self._rows("inner", inner)
         gamma = self._norm("norm2").gamma
-        if self.model.kv_codes:
+        if self.model.kv_codes or self.model.config.head_dim != 128:
             steps = product(of_x, wqkv, y=qkv) + self._append(qkv)
         else:
             steps = product(of_x, wqkv, y=qkv, heads=self._heads())
