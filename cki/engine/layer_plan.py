@@ -1,7 +1,7 @@
 """One layer of a step: its launches, over a step's buffers.
 
-Decode steps of up to 64 sequences are five launches a layer that hand each other rows (`few_rows`) where these can, or
-six where heads are not of 128: over e4m3 codes (of up to 32 two parts of the activations, W8A16, of more one, W8A8), and
+Decode steps of up to 64 sequences are five launches a layer that hand each other rows (`few_rows`) where these can,
+or six where heads are not of 128: over e4m3 codes (of up to 32 two parts of the activations, W8A16, of more one, W8A8), and
 of more than 8 in bf16.  All others are as `Products` launches them.
 """
 
@@ -71,7 +71,7 @@ class LayerPlanner:
         return steps + added, stream
 
     def begin(self, tokens: Operand, table: Operand, stream: Stream) -> tuple[tuple[Step, ...], Stream]:
-        """The first layer's stream: rows of the table, and what products read of them where all layers take few rows."""
+        """The first layer's stream: rows of the table, and what products read of them where all take few rows."""
         x = stream.x
         if not self._takes_few_rows(x):
             return plan_embed_tokens(tokens, table, x, self.device), stream
@@ -91,11 +91,12 @@ class LayerPlanner:
             and self.device.arch == "sm_90a" and x.dtype == dtypes.bf16 and self.model.merge_inside
             and c.activation in ACTIVATIONS and (c.head_dim == 128 or not self.model.fp8)
             and not any(width % 128 for width in widths)
-            and all((w.scales is not None) == self.model.fp8 for w in weights) and not any(w.bias for w in weights[1:])
+            and all((w.scales is not None) == self.model.fp8 for w in weights)
+            and not any(w.bias for w in weights[1:])
         )  # fmt: skip
 
     def _rows(self, name: str, values: Operand, squares: Operand | None = None) -> Rows:
-        """Memory for what a product reads: values, or where layers are codes some in their place, in two parts of few."""
+        """Memory for what a product reads: values, or of codes some in their place, in two parts of few."""
         tokens, width = values.shape
         eps = self.model.config.rms_norm_eps
         if not self.model.fp8:
@@ -215,5 +216,5 @@ class LayerPlanner:
         return Rotation(c.head_dim, self._table())
 
     def _table(self) -> Operand:
-        """Cosines and sines, which weights have where rotation is scaled, or products rotate (`rope.products_rotate`)."""
+        """Cosines and sines: of weights whose rotation is scaled, or whose products rotate (`products_rotate`)."""
         return dense("cos_sin", (self.model.positions, self.model.config.head_dim), dtypes.f32)

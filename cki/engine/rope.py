@@ -47,7 +47,7 @@ def magnitude(config: ModelConfig) -> float:
 
 
 def products_rotate(config: ModelConfig, dtype: DType) -> bool:
-    """Whether products of few rows, which take cosines from a table, may rotate heads of this type (`cki.ops.few_rows`)."""
+    """Whether products of few rows, which take cosines from a table, may rotate heads (`cki.ops.few_rows`)."""
     return dtype == dtypes.bf16 and config.head_dim == 128
 
 

@@ -52,8 +52,8 @@ class Rows(NamedTuple):
     """What a product reads: rows [rows, K], and where a norm is still to be applied the sums of their squares, over 128
     columns each, and its epsilon.
 
-    values: bf16, or e4m3 codes with f32 scales of 128 neighbours [rows, K / 128]; or these in two parts: codes [64, K] of
-    up to 32 rows, row r in 16 (r / 8) + r % 8 and eight below (W8A16).
+    values: bf16, or e4m3 codes with f32 scales of 128 neighbours [rows, K / 128]; or these in two parts: codes [64, K]
+    of up to 32 rows, row r in 16 (r / 8) + r % 8 and eight below (W8A16).
     """
 
     values: Operand
@@ -62,14 +62,14 @@ class Rows(NamedTuple):
     eps: float = 0.0
 
     @property
-    def count(self) -> int:
+    def tokens(self) -> int:
         """Rows."""
         return (self.values if self.scales is None else self.scales).shape[0]
 
     @property
     def has_two_parts(self) -> bool:
         """Whether a row is two of codes."""
-        return self.values.shape[0] != self.count
+        return self.values.shape[0] != self.tokens
 
     def obstacles(self, dtype: DType) -> list[str]:
         """What is not as the rows' type, or that of w beside them, wants it."""
@@ -136,12 +136,12 @@ def plan_few_rows(
     """The launch, which reads w before the one ahead of it has ended; UnsupportedError names every obstacle.
 
     w: bf16, or e4m3 with f32 scales of blocks of 128 x 128; x and to likewise.  y: "project" writes it; "stream", with
-    gamma [N], adds to it, and writes `to`; "heads", with heads, writes queries to it.  Without y: "gates", of w [2 N, K],
-    writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
+    gamma [N], adds to it, and writes `to`; "heads", with heads, writes queries to it.  Without y: "gates", of
+    w [2 N, K], writes `to`.  y, bias and gamma are bf16; all rows dense but w's.
     split: blocks of a cluster that share K, 1 to 3; unless told, as many as there are SMs for.
     """
     mode = "gates" if y is None else "heads" if heads else "project" if to is None else "stream"
-    rows, depth, columns = x.count, x.values.shape[1], w.shape[0] // (2 if y is None else 1)
+    rows, depth, columns = x.tokens, x.values.shape[1], w.shape[0] // (2 if y is None else 1)
     codes, two_parts = w_scale is not None, x.has_two_parts
     obstacles = [] if device.arch == ARCH else [f"it needs {ARCH}, the device is {device.arch}"]
     for handed in (x, *(() if to is None else (to,))):
@@ -192,7 +192,7 @@ def plan_few_rows(
             *(w_scale.strides if w_scale else (0, 0)), *(_NO_HEADS if heads is None else heads.arguments(columns)),
         ),
         smem=_memory(mode, split, rows_x, one_tile, two_parts, codes)[1], cluster=(split, 1, 1), programmatic=True,
-        reason=f"{rows} x {depth} by {w.shape[0]}, {mode}: {w.dtype} wgmma and TMA, {tiles} tiles, K in {split} parts",
+        reason=f"{rows} x {depth} by {w.shape[0]}, {mode}: {w.dtype} wgmma, {tiles} tiles, K in {split} parts",
     ),)  # fmt: skip
 
 
@@ -227,7 +227,8 @@ def few_rows_kernel(
 ) -> KernelSpec:
     """The kernel of one configuration.
 
-    codes: of e4m3, else of bf16.  norm: x has squares.  rows_x: of its rows that are brought.  one_tile: a block has one at most.
+    codes: of e4m3, else of bf16.  norm: x has squares.  rows_x: of its rows that are brought.  one_tile: a block has
+    one at most.
     """
     stages, shared = _memory(mode, split, rows_x, one_tile, two_parts, codes)
     producer, consumer = _REGISTER_SHARES
@@ -235,8 +236,8 @@ def few_rows_kernel(
     is_power = block_size > 0 and block_size & (block_size - 1) == 0
     return kernel_spec(
         "gemm/hopper/few_rows.cu", "few_rows", _PARAMS, archs=(ARCH,), max_registers=LAUNCH_REGISTERS,
-        kCodes=codes, kStages=stages, kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x, kRowFactors=norm,
-        kHasBias=bias, kActivation=ACTIVATIONS[activation], kProducerRegisters=producer, kConsumerRegisters=consumer,
+        kCodes=codes, kStages=stages, kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
+        kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation], kProducerRegisters=producer, kConsumerRegisters=consumer,
         kSharedBytes=shared,
         kNormHeads=heads is not None and heads.norms is not None,
         kBlockShift=block_size.bit_length() - 1 if is_power else -1, kLeft=_LEFT,
@@ -286,7 +287,8 @@ def representative_specs() -> list[KernelSpec]:
     heads = Heads((cache, cache), slots, positions, dense("table", (4096, BLOCK), dtypes.f32))
     normed = heads._replace(norms=(dense("gamma", (BLOCK,), dtypes.bf16),) * 2)
     return [
-        *(embed_stream_kernel(codes=codes, two_parts=two) for codes, two in ((True, False), (True, True), (False, False))),
+        embed_stream_kernel(codes=True, two_parts=False), embed_stream_kernel(codes=True, two_parts=True),
+        embed_stream_kernel(codes=False, two_parts=False),
         few_rows_kernel("heads", 2, norm=True, heads=normed),
         few_rows_kernel("heads", norm=True, bias=True, heads=heads, one_tile=False),
         few_rows_kernel("heads", 2, two_parts=True, rows_x=16, norm=True, heads=normed),

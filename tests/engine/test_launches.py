@@ -23,7 +23,8 @@ LIMITS = ModelLimits(8, 64, 64)
 @pytest.mark.parametrize(
     ("fp8", "batch", "product"),
     [(False, 1, "linear_decode"), (False, 8, "linear_decode"), (False, 9, "few_rows"), (False, 16, "few_rows"),
-     (False, 64, "few_rows"), (True, 1, "few_rows"), (True, 4, "few_rows"), (True, 16, "few_rows"), (True, 64, "few_rows")],
+     (False, 64, "few_rows"), (True, 1, "few_rows"), (True, 4, "few_rows"), (True, 16, "few_rows"),
+     (True, 64, "few_rows")],
 )  # fmt: skip
 def test_launches_of_a_layer(batch, fp8, product):
     """Qwen3-8B's shapes: norm and Q, K, V; append; attention; output and residual; norm, gate and up; down.  Where

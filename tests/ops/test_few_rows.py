@@ -33,7 +33,7 @@ def operation(sm_count: int, split: int) -> OpSpec:
     def infer(problem):
         rows = given_rows(problem)
         columns = problem["w"].shape[0] // (2 if problem.get("y") is None else 1)
-        groups = (rows.count, columns // 128)
+        groups = (rows.tokens, columns // 128)
         dtype = dtypes.bf16 if rows.scales is None else dtypes.u8
         return {
             "out": OutputSpec((rows.values.shape[0], columns), dtype), "scale_out": OutputSpec(groups, dtypes.f32),
@@ -120,8 +120,8 @@ def first_parts(rows):
 
 
 def check_rows(got, scale, values, parts):
-    """bf16 as ever.  Of one part of codes half a step of three bits of mantissa, or of the least normal code, may be lost, and what bf16 takes
-    before; of two parts 2^-8 of a value, and what a tensor core loses of products that cancel."""
+    """bf16 as ever.  Of one part of codes half a step of three bits of mantissa, or of the least normal code, may be lost,
+    and what bf16 takes before; of two parts 2^-8 of a value, and what a tensor core loses of products that cancel."""
     if parts == 0:
         assert_close(got, values, values.astype(BF16))
         return
@@ -189,7 +189,13 @@ def test_stream(hopper, rows, depth, columns, split, sm_count, parts):  # noqa: 
 
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "split", "parts"),
-    [(33, 1408, 192, 1, 1), (64, 256, 640, 2, 1), (9, 256, 192, 1, 2), (33, 1408, 192, 1, 0), (64, 256, 640, 2, 0)],
+    [
+        (33, 1408, 192, 1, 1),
+        (64, 256, 640, 2, 1),
+        (9, 256, 192, 1, 2),
+        (33, 1408, 192, 1, 0),
+        (64, 256, 640, 2, 0),
+    ],
 )
 def test_project(hopper, rows, depth, columns, split, parts):  # noqa: F811
     given, product = problem(rows, depth, columns, norm=True, parts=parts)
@@ -249,17 +255,25 @@ def heads_operation(sm_count, split):
             None if gammas[0] is None else gammas, EPS,
         )  # fmt: skip
         return Plan(plan_few_rows(
-            given_rows(problem), as_codes(problem["w"]), problem.get("w_scale"), dataclasses.replace(device, sm_count=sm_count), y=outputs["out"],
+            given_rows(problem), as_codes(problem["w"]), problem.get("w_scale"),
+            dataclasses.replace(device, sm_count=sm_count), y=outputs["out"],
             bias=problem["bias"], split=split, heads=heads,
         ))  # fmt: skip
 
-    given = Input("x"), Input("x_scale", True), Input("w"), Input("w_scale", True), Input("squares"), Input("bias")
+    given = (
+        Input("x"),
+        Input("x_scale", True),
+        Input("w"),
+        Input("w_scale", True),
+        Input("squares"),
+        Input("bias"),
+    )
     written = (Input("k_cache", written=True), Input("v_cache", written=True))
     rest = (*map(Input, ("slots", "positions", "table")), Input("q_gamma", True), Input("k_gamma", True))
     return OpSpec(
         name=f"few_rows_heads_{sm_count}_{split}", inputs=(*given, *written, *rest),
         attributes=(), outputs=("out",), check=lambda problem: None, plan=plan,
-        infer=lambda problem: {"out": OutputSpec((given_rows(problem).count, 512), dtypes.bf16)},
+        infer=lambda problem: {"out": OutputSpec((given_rows(problem).tokens, 512), dtypes.bf16)},
     )  # fmt: skip
 
 
