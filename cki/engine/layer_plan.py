@@ -1,8 +1,8 @@
 """One layer of a step: its launches, over a step's buffers.
 
 Decode steps of up to 64 sequences are five launches a layer that hand each other rows (`few_rows`) where these can,
-or six where heads are not of 128: over e4m3 codes (of up to 32 two parts of the activations, W8A16, of more one, W8A8), and
-of more than 8 in bf16.  All others are as `Products` launches them.
+or six where heads are not of 128: over e4m3 codes (of up to 32 two parts of the activations, W8A16, of more one,
+W8A8), and of more than 8 in bf16.  All others are as `Products` launches them.
 """
 
 from __future__ import annotations

@@ -237,9 +237,8 @@ def few_rows_kernel(
     return kernel_spec(
         "gemm/hopper/few_rows.cu", "few_rows", _PARAMS, archs=(ARCH,), max_registers=LAUNCH_REGISTERS,
         kCodes=codes, kStages=stages, kSplit=split, kMode=_MODES[mode], kTwoParts=two_parts, kRowsX=rows_x,
-        kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation], kProducerRegisters=producer, kConsumerRegisters=consumer,
-        kSharedBytes=shared,
-        kNormHeads=heads is not None and heads.norms is not None,
+        kRowFactors=norm, kHasBias=bias, kActivation=ACTIVATIONS[activation], kProducerRegisters=producer,
+        kConsumerRegisters=consumer, kSharedBytes=shared, kNormHeads=heads is not None and heads.norms is not None,
         kBlockShift=block_size.bit_length() - 1 if is_power else -1, kLeft=_LEFT,
         kOneTile=one_tile,
     )  # fmt: skip
