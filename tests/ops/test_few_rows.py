@@ -121,7 +121,8 @@ def first_parts(rows):
 
 def check_rows(got, scale, values, parts):
     """bf16 as ever.  Of one part of codes half a step of three bits of mantissa, or of the least normal code, may be
-    lost, and what bf16 takes before; of two parts 2^-8 of a value, and what a tensor core loses of products that cancel."""
+    lost, and what bf16 takes before; of two parts 2^-8 of a value, and what a tensor core loses where products cancel.
+    """
     if parts == 0:
         assert_close(got, values, values.astype(BF16))
         return
