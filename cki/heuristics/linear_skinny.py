@@ -115,9 +115,13 @@ NARROW_TILES = tuple(
     for block_n, warps, stages in ((32, 4, 4), (32, 8, 3), (48, 4, 3))
 )
 FULL_TILE = SkinnyTile(16, 48, 1, 6, 3, own_rings=True, refill=True)
+#: Of weights [N, K] with so many columns that blocks take turns, two an SM: a launch's last ones leave SMs to the next.
+ROUNDS_TILE = SkinnyTile(16, 32, 1, 8, 2, own_rings=True, refill=True)
+#: Rounds of such blocks from which on it is taken: at 1.2 it lost 3 %, at 1.45 and more it took 0.81 to 0.97 of the time.
+_ROUNDS = 1.4
 #: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
-    *NARROW_TILES, FULL_TILE, ALONG_K_TILE,
+    *NARROW_TILES, FULL_TILE, ROUNDS_TILE, ALONG_K_TILE,
     *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
     *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
@@ -169,6 +173,15 @@ def _fills(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> boo
     )
 
 
+def _takes_rounds(rows: int, columns: int, itemsize: int, device: DeviceInfo, *, along_n: bool) -> bool:
+    """Whether `ROUNDS_TILE` is better than what the model knows, as measured: its launches overlap although two do not
+    fit the GPU, for blocks of the next come as the last round's end."""
+    if along_n or itemsize != 2 or rows > ROUNDS_TILE.block_m or blocks_together(ROUNDS_TILE, device) != 2:
+        return False
+    across, _, _ = skinny_blocks(ROUNDS_TILE, rows, columns)
+    return across >= _ROUNDS * 2 * max(device.sm_count, 1)
+
+
 def _launched(
     tile: SkinnyTile, rows: int, columns: int, stages: int, device: DeviceInfo, *, along_n: bool
 ) -> SkinnyTile:
@@ -176,11 +189,13 @@ def _launched(
 
     The next launch should begin when this one's copies end.  With several blocks an SM it must while all of them still
     run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096); and long ones
-    end at different times.  Of launches beside each other, long ones took 28.8 us (14336 x 4096) when begun four copies
-    before the end, 31.8 at the end; short ones 9.4 at the end, 10.2 before.  stages: along K.
+    end at different times.  Of launches beside each other, long ones took 28.0 us (14336 x 4096) when begun two copies
+    before the end and asked for 16 stages, 28.3 with 4 and 12; short ones 9.4 at the end, 10.2 before.  stages: along K.
     """
     if tile == FULL_TILE and _fills(tile, rows, columns, device):
         return replace(tile, ahead=8, left=0)
+    if tile == ROUNDS_TILE:
+        return replace(tile, ahead=4, left=0)
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
     if tile.refill:
@@ -188,7 +203,8 @@ def _launched(
         ahead, left = (10, 0) if is_short and is_narrow else (8 if is_narrow else 4, 2 if is_short else 4)
         return replace(tile, ahead=ahead, left=left)
     if tile.own_rings:
-        return replace(tile, ahead=12, left=4 if stages > _LONG_RING * tile.warps_k else 0)
+        ahead, left = (16, 2) if stages > _LONG_RING * tile.warps_k else (12, 0)
+        return replace(tile, ahead=ahead, left=left)
     across, down, _ = skinny_blocks(tile, rows, columns)
     if across * down <= device.sm_count:
         return replace(tile, ahead=4, left=0)
@@ -245,10 +261,13 @@ def choose_skinny_tile(
     there, and for 16-bit elements, warps have rings of their own.
     """
     stages = -(-depth * itemsize // STAGE_ROW_BYTES)
+    if ROUNDS_TILE in among and _takes_rounds(rows, columns, itemsize, device, along_n=along_n):
+        return _launched(ROUNDS_TILE, rows, columns, stages, device, along_n=along_n)
     found = [
         _launched(tile, rows, columns, stages, device, along_n=along_n)
         for tile in among
         if fits(tile, itemsize, device, along_n=along_n)
+        and tile != ROUNDS_TILE
         and not (tile == ALONG_K_TILE and along_n)
         and not (tile.own_rings and (itemsize > 2 or not _overlaps(tile, rows, columns, device)))
         and not (tile.own_rings and not tile.refill and not along_n)  # narrow tiles are better
@@ -271,8 +290,8 @@ def preferred_tile(
     if not 0 < rows <= DEFAULT_ROWS or depth * columns * itemsize < MIN_WEIGHT_BYTES or copy_width < 16:
         return None
     tile = choose_skinny_tile(rows, columns, depth, itemsize, device, along_n=along_n)
-    if tile is None:
-        return None
+    if tile is None or _takes_rounds(rows, columns, itemsize, device, along_n=along_n):
+        return tile
     generic = choose_tile(rows, [columns], depth, itemsize, device)
     # The generic kernel's model knows stages, not memory.  The bytes that move are those of such a tile here.
     computed = modelled_time(generic, block_count(generic, rows, [columns]), depth, itemsize, device)

@@ -18,6 +18,7 @@ from cki.heuristics.linear_skinny import (
     FULL_TILE,
     MAX_ROWS,
     NARROW_TILES,
+    ROUNDS_TILE,
     SkinnyTile,
     blocks_together,
     choose_skinny_tile,
@@ -107,8 +108,11 @@ def test_narrow_tiles_along_k(rows):
     assert chosen(5120, 5120) == "16x48w1x4s3k1owna4l2r"
     assert chosen(6144, 4096) == chosen(5760, 4096) == "16x48w1x6s3k1owna8l0r"
     assert "16x48" not in chosen(8192, 4096) + chosen(6144, 4096, along_n=True)
+    for columns, depth in ((12288, 4096), (16384, 2048), (28672, 8192), (128256, 4096)):  # in rounds
+        assert chosen(columns, depth) == "16x32w1x8s2k1owna4l0r"
+        assert "16x32w1x8s2" not in chosen(10240, depth) + chosen(columns, depth, along_n=True)
     assert chosen(4096, 4096, along_n=True) == "16x64w1x4s5k1owna12l0"
-    for tile in (*NARROW_TILES, FULL_TILE):
+    for tile in (*NARROW_TILES, FULL_TILE, ROUNDS_TILE):
         assert not fits(tile, 2, H200, along_n=True)
         assert "own" not in str(
             choose_skinny_tile(rows, 4096, 4096, 4, H200, along_n=False)
