@@ -117,7 +117,7 @@ NARROW_TILES = tuple(
 FULL_TILE = SkinnyTile(16, 48, 1, 6, 3, own_rings=True, refill=True)
 #: Of weights [N, K] with so many columns that blocks take turns, two an SM: a launch's last ones leave SMs to the next.
 ROUNDS_TILE = SkinnyTile(16, 32, 1, 8, 2, own_rings=True, refill=True)
-#: Rounds of such blocks from which on it is taken: at 1.2 it lost 3 %, at 1.45 and more it took 0.81 to 0.97 of the time.
+#: Rounds of such blocks from which on it is taken: at 1.2 it lost 3 %, from 1.45 on it took 0.81 to 0.99 of the time.
 _ROUNDS = 1.4
 #: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
@@ -190,7 +190,7 @@ def _launched(
     The next launch should begin when this one's copies end.  With several blocks an SM it must while all of them still
     run, or it crowds onto the SMs where they have ended: 19 us instead of 13.6 (one row, 6144 x 4096); and long ones
     end at different times.  Of launches beside each other, long ones took 28.0 us (14336 x 4096) when begun two copies
-    before the end and asked for 16 stages, 28.3 with 4 and 12; short ones 9.4 at the end, 10.2 before.  stages: along K.
+    before the end and asked for 16 stages, 28.3 with 4 and 12; short ones 9.4 at the end, 10.2 before.  stages: of K.
     """
     if tile == FULL_TILE and _fills(tile, rows, columns, device):
         return replace(tile, ahead=8, left=0)
