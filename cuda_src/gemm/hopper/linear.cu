@@ -117,6 +117,9 @@ static_assert(kNarrowN % gemm::kSlabColumns == 0 && kNarrowN < kBlockN, "a narro
 static_assert(kNarrowN == 0 || (kPingPong && kCluster == 1 && !kGated && !kStatistics && kNorm == gemm::RowNorm::kNone),
               "narrower tiles of consumers in turn, without norms and gates");
 
+// Of a block's first tile that consumers share, multiplied before its residual is asked for.
+constexpr int kStagesBeforeResidual = 8;
+
 using Ring = StageRing<kStages>;
 constexpr int kSpareWarpCount = 3;  // the producer's warpgroup, less its one thread's warp
 using Board = gemm::MomentsBoard<kTilesPerRound, kBlockM, kSpareWarpCount, kPingPong ? 4 : 4 * kConsumers>;
@@ -374,10 +377,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (finishes) {
       gemm::prefetch_inputs<Rules, kRowTiles, kGroupColumns / (kGated ? 2 : 1)>(result, first_row, first_column);
     }
-    if constexpr (kTmaResidual) {
-      buffers.template fetch<kRowTiles, kBuffers, 0, kFetchedFirst>(&residual_map, first_row, first_column, rows,
-                                                                     result.columns);
-    }
+    // Of a block's first tile behind the first stages: in front of them all SMs' residuals keep the products waiting.
+    const bool fetches_late = kTmaResidual && first == block;
+    const auto fetch_residual = [&] {
+      if constexpr (kTmaResidual) {
+        buffers.template fetch<kRowTiles, kBuffers, 0, kFetchedFirst>(&residual_map, first_row, first_column, rows,
+                                                                       result.columns);
+        __syncwarp();
+      }
+    };
+    if (!fetches_late) fetch_residual();
     gemm::RowMoments<kRowTiles> moments = {};
     bool is_cancelled = false;
     const auto look_at_moments = [&] {
@@ -392,22 +401,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       look_at_moments();
     }
     turns.take();
+    if (kPingPong && fetches_late) {
+      walk.wait();
+      fetch_residual();
+    }
     float sum[kRowTiles][kGroupColumns / 2];
     gemm::SlabInputs<Rules, Element, Bias> inputs;
     const auto multiply = [&](auto tile_columns) {  // all of it for each width: no branch while products are in flight
       constexpr int kColumns = decltype(tile_columns)::kValue;
       u32 done = 0;  // one stage behind
+      int k = 0;
+      const auto multiply_up_to = [&](int end) {
 #pragma unroll 1
-      for (int k = 0; k < k_tiles; ++k) {
-        walk.wait();
-        ptx::wgmma_fence();
-        gemm::multiply_stage<Element, kColumns, kWeightAlongN>(sum, walk.x(), w_ahead, k > 0);
-        ptx::wgmma_commit_group();
-        ptx::wgmma_wait_group<1>();
-        if (k > 0) walk.release(done);
-        done = walk.place();
-        walk.advance();
+        for (; k < end; ++k) {
+          walk.wait();
+          ptx::wgmma_fence();
+          gemm::multiply_stage<Element, kColumns, kWeightAlongN>(sum, walk.x(), w_ahead, k > 0);
+          ptx::wgmma_commit_group();
+          ptx::wgmma_wait_group<1>();
+          if (k > 0) walk.release(done);
+          done = walk.place();
+          walk.advance();
+        }
+      };
+      if (!kPingPong && fetches_late) {
+        multiply_up_to(min(k_tiles, kStagesBeforeResidual));
+        fetch_residual();
       }
+      multiply_up_to(k_tiles);
       turns.pass();
       if (finishes) inputs.load(result, first_row, first_column);  // from L2, beside the last stage's products
       if constexpr (kSpareWarps) {
