@@ -117,11 +117,13 @@ NARROW_TILES = tuple(
 FULL_TILE = SkinnyTile(16, 48, 1, 6, 3, own_rings=True, refill=True)
 #: Of weights [N, K] with so many columns that blocks take turns, two an SM: a launch's last ones leave SMs to the next.
 ROUNDS_TILE = SkinnyTile(16, 32, 1, 8, 2, own_rings=True, refill=True)
-#: Rounds of such blocks from which on it is taken: at 1.2 it lost 3 %, from 1.45 on it took 0.81 to 0.99 of the time.
+#: Of weights [K, N], for columns that make just two blocks for each SM.
+PAIR_TILE = SkinnyTile(16, 64, 1, 4, 2, own_rings=True, refill=True)
+#: Rounds of `ROUNDS_TILE`'s blocks from which on it is taken: at 1.2 it lost 3 %, from 1.45 on it won 1 to 19 %.
 _ROUNDS = 1.4
 #: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
-    *NARROW_TILES, FULL_TILE, ROUNDS_TILE, ALONG_K_TILE,
+    *NARROW_TILES, FULL_TILE, ROUNDS_TILE, PAIR_TILE, ALONG_K_TILE,
     *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
     *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
@@ -173,13 +175,17 @@ def _fills(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> boo
     )
 
 
-def _takes_rounds(rows: int, columns: int, itemsize: int, device: DeviceInfo, *, along_n: bool) -> bool:
-    """Whether `ROUNDS_TILE` is better than what the model knows, as measured: its launches overlap although two do not
+def _measured_tile(
+    rows: int, columns: int, itemsize: int, device: DeviceInfo, *, along_n: bool
+) -> SkinnyTile | None:
+    """`ROUNDS_TILE` or `PAIR_TILE` where it is better than what the model knows: launches overlap although two do not
     fit the GPU, for blocks of the next come as the last round's end."""
-    if along_n or itemsize != 2 or rows > ROUNDS_TILE.block_m or blocks_together(ROUNDS_TILE, device) != 2:
-        return False
-    across, _, _ = skinny_blocks(ROUNDS_TILE, rows, columns)
-    return across >= _ROUNDS * 2 * max(device.sm_count, 1)
+    tile = PAIR_TILE if along_n else ROUNDS_TILE
+    if itemsize != 2 or rows > tile.block_m or blocks_together(tile, device) != 2:
+        return None
+    rounds = skinny_blocks(tile, rows, columns)[0] / (2 * max(device.sm_count, 1))
+    taken = _FILLED <= rounds <= 1 if along_n else rounds >= _ROUNDS
+    return replace(tile, ahead=4, left=0) if taken else None
 
 
 def _launched(
@@ -194,8 +200,6 @@ def _launched(
     """
     if tile == FULL_TILE and _fills(tile, rows, columns, device):
         return replace(tile, ahead=8, left=0)
-    if tile == ROUNDS_TILE:
-        return replace(tile, ahead=4, left=0)
     if not tile.programmatic or not side_by_side(tile, rows, columns, device):
         return replace(tile, programmatic=False)
     if tile.refill:
@@ -261,13 +265,14 @@ def choose_skinny_tile(
     there, and for 16-bit elements, warps have rings of their own.
     """
     stages = -(-depth * itemsize // STAGE_ROW_BYTES)
-    if ROUNDS_TILE in among and _takes_rounds(rows, columns, itemsize, device, along_n=along_n):
-        return _launched(ROUNDS_TILE, rows, columns, stages, device, along_n=along_n)
+    measured = _measured_tile(rows, columns, itemsize, device, along_n=along_n)
+    if measured is not None and replace(measured, ahead=0, left=-1) in among:
+        return measured
     found = [
         _launched(tile, rows, columns, stages, device, along_n=along_n)
         for tile in among
         if fits(tile, itemsize, device, along_n=along_n)
-        and tile != ROUNDS_TILE
+        and tile not in (ROUNDS_TILE, PAIR_TILE)
         and not (tile == ALONG_K_TILE and along_n)
         and not (tile.own_rings and (itemsize > 2 or not _overlaps(tile, rows, columns, device)))
         and not (tile.own_rings and not tile.refill and not along_n)  # narrow tiles are better
@@ -290,7 +295,7 @@ def preferred_tile(
     if not 0 < rows <= DEFAULT_ROWS or depth * columns * itemsize < MIN_WEIGHT_BYTES or copy_width < 16:
         return None
     tile = choose_skinny_tile(rows, columns, depth, itemsize, device, along_n=along_n)
-    if tile is None or _takes_rounds(rows, columns, itemsize, device, along_n=along_n):
+    if tile is None or _measured_tile(rows, columns, itemsize, device, along_n=along_n):
         return tile
     generic = choose_tile(rows, [columns], depth, itemsize, device)
     # The generic kernel's model knows stages, not memory.  The bytes that move are those of such a tile here.

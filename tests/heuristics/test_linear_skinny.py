@@ -111,6 +111,8 @@ def test_narrow_tiles_along_k(rows):
     for columns, depth in ((12288, 4096), (16384, 2048), (28672, 8192), (128256, 4096)):  # in rounds
         assert chosen(columns, depth) == "16x32w1x8s2k1owna4l0r"
         assert "16x32w1x8s2" not in chosen(10240, depth) + chosen(columns, depth, along_n=True)
+    assert chosen(16384, 4096, along_n=True) == chosen(16384, 2048, along_n=True) == "16x64w1x4s2k1owna4l0r"
+    assert "16x64w1x4s2" not in chosen(14336, 4096, along_n=True) + chosen(22016, 4096, along_n=True)
     assert chosen(4096, 4096, along_n=True) == "16x64w1x4s5k1owna12l0"
     for tile in (*NARROW_TILES, FULL_TILE, ROUNDS_TILE):
         assert not fits(tile, 2, H200, along_n=True)

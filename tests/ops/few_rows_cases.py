@@ -21,10 +21,12 @@ EIGHT = SkinnyTile(16, 64, 2, 2, 2, 8, ahead=3, left=1)
 SQUARE = SkinnyTile(32, 64, 2, 2, 2, 2, programmatic=False)
 #: Each warp has a ring; some have a stage more than others.
 OWN = SkinnyTile(16, 64, 1, 4, 2, 2, left=1, own_rings=True)
+#: Refilled as soon as they are read, in either order of the weight.
+REFILLED = SkinnyTile(16, 64, 1, 4, 2, ahead=4, left=0, own_rings=True, refill=True)
 #: The same of weights along K alone, refilled as soon as they are read: two blocks an SM, and one.
 NARROW = SkinnyTile(16, 32, 1, 4, 2, ahead=3, left=1, own_rings=True, refill=True)
 FULL = SkinnyTile(16, 48, 1, 5, 2, left=0, own_rings=True, refill=True)
-FEW = (WHOLE, PAIR, FOUR, EIGHT, SQUARE, OWN)
+FEW = (WHOLE, PAIR, FOUR, EIGHT, SQUARE, OWN, REFILLED)
 
 LAYOUTS = ("in_out", "out_in")
 

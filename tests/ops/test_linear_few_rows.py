@@ -17,6 +17,7 @@ from tests.ops.few_rows_cases import (
     LAYOUTS,
     NARROW,
     OWN,
+    REFILLED,
     SQUARE,
     WHOLE,
     check,
@@ -59,7 +60,7 @@ def test_narrow_tiles(device, tile):
 CASES = [
     (WHOLE, "in_out", "f16"), (WHOLE, "out_in", "f32"), (FOUR, "in_out", "f32"), (FOUR, "out_in", "f16"),
     (EIGHT, "in_out", "f16"), (SQUARE, "out_in", "f32"), (OWN, "out_in", "f16"), (OWN, "in_out", "f32"),
-    (NARROW, "out_in", "bf16"), (FULL, "out_in", "f16"),
+    (NARROW, "out_in", "bf16"), (FULL, "out_in", "f16"), (REFILLED, "in_out", "bf16"),
 ]  # fmt: skip
 
 
