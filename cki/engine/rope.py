@@ -1,7 +1,8 @@
 """Rotary frequencies of a model, with the scalings that stretch them over longer contexts.
 
 Plain rotation needs no table: `cki.append_kv` takes the base and is right at any position.  Scaled variants change each
-pair's frequency on its own, so they come as a table of cosines and sines, computed in float64.
+pair's frequency on its own, so they come as a table of cosines and sines, computed in float64.  Products that rotate
+heads themselves (`cki.ops.few_rows`) take any rotation from a table.
 
     linear   Chen et al. 2023, arXiv:2306.15595: positions divided by the factor
     llama3   Llama 3.1's: low frequencies divided by the factor, high ones kept, a ramp between
