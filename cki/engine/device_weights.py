@@ -136,7 +136,7 @@ class DeviceWeights:
     ) -> None:
         self.dtype, self.positions, self.fp8 = dtype, positions, fp8
         shapes = weight_shapes(config)
-        table = cos_sin_table(config, positions, always=products_rotate(config, dtype))
+        table = cos_sin_table(config, positions, always=products_rotate(config, dtype, device))
         coded = weight_specs(config, dtype, fp8=fp8)
         specs = [(role, *spec) for role, spec in coded.items()]
         if table is not None:

@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cki import dtypes
+from cki.device import DeviceInfo
 from cki.dtypes import DType
 from cki.engine.config import ModelConfig, RopeScaling
+from cki.ops.few_rows import ARCH
 
 
 def inverse_frequencies(config: ModelConfig) -> NDArray[np.float64]:
@@ -47,9 +49,9 @@ def magnitude(config: ModelConfig) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.kind == "yarn" and scaling.factor > 1 else 1.0
 
 
-def products_rotate(config: ModelConfig, dtype: DType) -> bool:
+def products_rotate(config: ModelConfig, dtype: DType, device: DeviceInfo) -> bool:
     """Whether products of few rows, which take cosines from a table, may rotate heads (`cki.ops.few_rows`)."""
-    return dtype == dtypes.bf16 and config.head_dim == 128
+    return device.arch == ARCH and dtype == dtypes.bf16 and config.head_dim == 128
 
 
 def cos_sin_table(config: ModelConfig, positions: int, *, always: bool = False) -> NDArray[np.float32] | None:

@@ -59,7 +59,7 @@ class TorchWeights:
                 self._tensors.append((role, _Lent(tensor)))
             if device.kind == "cuda":
                 torch.cuda.synchronize(device.index)  # the engine's stream waits for no other
-        table = cos_sin_table(config, positions, always=products_rotate(config, self.dtype))
+        table = cos_sin_table(config, positions, always=products_rotate(config, self.dtype, device))
         if table is not None:
             own = DeviceTensors(device, [("cos_sin", table.shape, dtypes.f32)])
             own.write("cos_sin", table)

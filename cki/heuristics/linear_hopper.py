@@ -53,7 +53,7 @@ class HopperTile:
     left: of its copies, when it lets the next launch begin: late, that one asks for its weight when memory has nothing
         else to do; -1: from the beginning on.
     rows_x: of x that are copied, where it has no more; 0: all of the tile's.
-    fetches: a residual is brought by TMA, before the products, into the buffers from which the result is stored.
+    fetches: a residual is brought by TMA, beside the products, into the buffers from which the result is stored.
     pairs: GELU of an f16 result in pairs, in half of the instructions, less exact in its tail (`gelu_pair` of
         cuda_src/gemm/activation.cuh).
     spare_warps: where x's rows are normalised, idle warps read their statistics, a tile ahead of the consumers.

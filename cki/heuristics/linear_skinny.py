@@ -178,10 +178,10 @@ def _fills(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> boo
 def _measured_tile(
     rows: int, columns: int, itemsize: int, device: DeviceInfo, *, along_n: bool
 ) -> SkinnyTile | None:
-    """`ROUNDS_TILE` or `PAIR_TILE` where it is better than what the model knows: launches overlap although two do not
-    fit the GPU, for blocks of the next come as the last round's end."""
+    """`ROUNDS_TILE` or `PAIR_TILE` where an H200 is faster by it than by what the model takes: they overlap although
+    two do not fit the GPU, for blocks of the next come as the last round's end."""
     tile = PAIR_TILE if along_n else ROUNDS_TILE
-    if itemsize != 2 or rows > tile.block_m or blocks_together(tile, device) != 2:
+    if device.arch != "sm_90a" or itemsize != 2 or rows > tile.block_m or blocks_together(tile, device) != 2:
         return None
     rounds = skinny_blocks(tile, rows, columns)[0] / (2 * max(device.sm_count, 1))
     taken = _FILLED <= rounds <= 1 if along_n else rounds >= _ROUNDS
@@ -259,10 +259,10 @@ def choose_skinny_tile(
     rows: int, columns: int, depth: int, itemsize: int, device: DeviceInfo, *, along_n: bool,
     among: Sequence[SkinnyTile] = CANDIDATES,
 ) -> SkinnyTile | None:  # fmt: skip
-    """The tile of the least predicted time, the earlier of equals; None when none fits.
+    """The tile of the least predicted time, the earlier of equals, but for `_measured_tile`; None when none fits.
 
-    along_n: the weight's rows in memory run along N.  A launch is programmatic where two fit the GPU side by side; only
-    there, and for 16-bit elements, warps have rings of their own.
+    along_n: the weight's rows in memory run along N.  A predicted launch is programmatic where two fit the GPU side by
+    side; only there, and for 16-bit elements, its warps have rings of their own.
     """
     stages = -(-depth * itemsize // STAGE_ROW_BYTES)
     measured = _measured_tile(rows, columns, itemsize, device, along_n=along_n)

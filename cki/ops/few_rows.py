@@ -253,7 +253,7 @@ def plan_embed_stream(
     """
     rows, columns = x.shape
     obstacles = [] if device.arch == ARCH else [f"it needs {ARCH}, the device is {device.arch}"]
-    obstacles += to.obstacles(to.values.dtype)
+    obstacles += to.obstacles(dtypes.bf16 if to.scales is None else dtypes.e4m3)
     if columns % BLOCK:
         obstacles.append(f"{columns} columns are no whole blocks of {BLOCK}")
     if any(t.dtype != dtypes.bf16 for t in (table, gamma, x)) or tokens.dtype != dtypes.i32:

@@ -135,12 +135,12 @@ def decode_kernel(
 def representative_specs(arch: str) -> list[KernelSpec]:
     """Kernels that stand for all: both types, one and two tiles of tokens, with and without each part; on Hopper also
     those of `few_rows`, which serve the same products."""
-    from cki.ops.few_rows import representative_specs as of_codes
+    from cki.ops.few_rows import representative_specs as of_few_rows
 
     device = sim_device(arch)
     bf16, f16 = dtypes.bf16, dtypes.f16
     return [
-        *(of_codes() if arch == "sm_90a" else ()),
+        *(of_few_rows() if arch == "sm_90a" else ()),
         decode_kernel(bf16, device.arch, 1, 6, norm=True),
         decode_kernel(bf16, device.arch, 1, 4, residual=True),
         decode_kernel(bf16, device.arch, 16, 4, norm=True, gated=True, activation="silu"),

@@ -16,6 +16,8 @@ from cki.heuristics.linear import ACTIVATIONS, WeightAccess, copy_bytes, pair_ac
 from cki.heuristics.linear_skinny import (
     FULL_TILE,
     NARROW_TILES,
+    PAIR_TILE,
+    ROUNDS_TILE,
     SkinnyTile,
     blocks_together,
     fits,
@@ -180,6 +182,8 @@ def representative_specs(arch: str, device: DeviceInfo) -> list[KernelSpec]:
         (bf16, NARROW_TILES[0], {"access": along_k, "bias": bf16, "residual": True}),
         (f16, FULL_TILE, {"access": along_k, "bias": f16, **everything}),
         (f16, own, {"access": along_k, "bias": f16, **everything}),
+        (bf16, ROUNDS_TILE, {"access": along_k}),
+        (bf16, PAIR_TILE, {"bias": bf16, **everything}),
         (f16, serial, {"bias": f16, "activation": "relu", "residual": True, "pair_residual": False}),
     ]  # fmt: skip
     return [

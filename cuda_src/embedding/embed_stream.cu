@@ -15,7 +15,7 @@ using namespace cki;
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
     embed_stream(const int* tokens, const bf16* table, const bf16* gamma, bf16* x, void* to, float* scales, float* squares,
-                int words, int columns, i64 table_stride) {
+                 int words, int columns, i64 table_stride) {
   const int lane = static_cast<int>(threadIdx.x) % 32, token = static_cast<int>(blockIdx.y), groups = columns / 128;
   const int group = (static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32) * 4 + lane / 8;
   const bool present = group < groups;

@@ -11,7 +11,7 @@
 // last products, all from L2, where it was asked for before the products.
 //
 // With kTmaResidual a warp has a buffer for each of its slabs, into which it asks for the residual before the products
-// (TMA), and out of which it stores the result: the finish then waits for no memory.
+// (TMA; of a block's first tile behind the first of them), and out of which it stores the result: the finish then waits for no memory.
 //
 // The residual is read by the warp that writes the same elements afterwards, so it may be y itself.
 #pragma once

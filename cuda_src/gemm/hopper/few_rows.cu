@@ -262,12 +262,12 @@ __device__ __forceinline__ void end_rows(int lane, int warp, unsigned char* memo
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     few_rows(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scale,
-                 const float* w_scale, const float* squares_of_x, const bf16* bias, const bf16* gamma, bf16* y, void* to,
-                 float* to_scale, float* squares, int rows, int columns, int depth, float epsilon, i64 x_scale_row,
-                 i64 x_scale_k, i64 w_scale_n, i64 w_scale_k, const bf16* q_gamma, const bf16* k_gamma, bf16* k_cache, bf16* v_cache,
-                 const i64* slots, const int* positions, const float* table, i64 k_block, i64 k_token, i64 k_head, i64 v_block,
-                 i64 v_token, i64 v_head, i64 num_slots, int table_rows, int block_size, int q_heads, int kv_heads,
-                 float head_epsilon) {
+             const float* w_scale, const float* squares_of_x, const bf16* bias, const bf16* gamma, bf16* y, void* to,
+             float* to_scale, float* squares, int rows, int columns, int depth, float epsilon, i64 x_scale_row,
+             i64 x_scale_k, i64 w_scale_n, i64 w_scale_k, const bf16* q_gamma, const bf16* k_gamma, bf16* k_cache, bf16* v_cache,
+             const i64* slots, const int* positions, const float* table, i64 k_block, i64 k_token, i64 k_head, i64 v_block,
+             i64 v_token, i64 v_head, i64 num_slots, int table_rows, int block_size, int q_heads, int kv_heads,
+             float head_epsilon) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int tiles_m = (rows + kOwnRows - 1) / kOwnRows, tiles_n = (columns + kColumns - 1) / kColumns, tiles = tiles_m * tiles_n;
