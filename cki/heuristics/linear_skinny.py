@@ -178,7 +178,7 @@ def _fills(tile: SkinnyTile, rows: int, columns: int, device: DeviceInfo) -> boo
 def _measured_tile(
     rows: int, columns: int, itemsize: int, device: DeviceInfo, *, along_n: bool
 ) -> SkinnyTile | None:
-    """`ROUNDS_TILE` or `PAIR_TILE` where an H200 is faster by it than by what the model takes: they overlap although
+    """`ROUNDS_TILE` or `PAIR_TILE` where an H200 is faster by it than by the model's choice: launches overlap although
     two do not fit the GPU, for blocks of the next come as the last round's end."""
     tile = PAIR_TILE if along_n else ROUNDS_TILE
     if device.arch != "sm_90a" or itemsize != 2 or rows > tile.block_m or blocks_together(tile, device) != 2:
