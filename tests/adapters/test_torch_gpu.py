@@ -54,19 +54,12 @@ def test_torch_stream_and_outputs():
     assert [segment["stream"] for segment in segments] == [stream.cuda_stream]  # memory of that stream's pool
 
 
-def test_a_signature_costs_little_more_than_what_it_reads():
-    """About a microsecond; against the reads themselves, because a busy host is slower."""
+def test_torch_signature_costs_about_a_microsecond():
     tensor = torch.zeros(16, 64, device="cuda")
     signature = adapter_of(tensor).signature
-
-    def reads():
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
-
-    best = [
-        min(timeit.repeat(call, number=2000, repeat=50)) / 2000 for call in (lambda: signature(tensor), reads)
-    ]
-    print(f"torch signature: {best[0] * 1e9:.0f} ns, its reads {best[1] * 1e9:.0f}")
-    assert best[0] < 3 * best[1]
+    best = min(timeit.repeat(lambda: signature(tensor), number=5000, repeat=20)) / 5000
+    print(f"torch signature: {best * 1e9:.0f} ns")
+    assert best < 1.5e-6
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
