@@ -121,9 +121,9 @@ ROUNDS_TILE = SkinnyTile(16, 32, 1, 8, 2, own_rings=True, refill=True)
 PAIR_TILE = SkinnyTile(16, 64, 1, 4, 2, own_rings=True, refill=True)
 #: Rounds of `ROUNDS_TILE`'s blocks from which on it is taken: at 1.2 it lost 3 %, from 1.45 on it won 1 to 19 %.
 _ROUNDS = 1.4
-#: What the choice is made among; on an H200 two or three blocks an SM, one of 256 columns.
+#: What the model chooses among; on an H200 two or three blocks an SM, one of 256 columns.
 CANDIDATES = (
-    *NARROW_TILES, FULL_TILE, ROUNDS_TILE, PAIR_TILE, ALONG_K_TILE,
+    *NARROW_TILES, FULL_TILE, ALONG_K_TILE,
     *_with_splits(16, 64, 1, 4, 8), *_with_splits(16, 128, 1, 4, 6), *_with_splits(16, 64, 1, 4, 5),
     SkinnyTile(16, 32, 1, 4, 12), SkinnyTile(16, 32, 1, 4, 6),
     *_with_splits(32, 64, 2, 2, 8), *_with_splits(32, 128, 2, 2, 5), *_with_splits(32, 256, 4, 2, 5),
@@ -266,13 +266,12 @@ def choose_skinny_tile(
     """
     stages = -(-depth * itemsize // STAGE_ROW_BYTES)
     measured = _measured_tile(rows, columns, itemsize, device, along_n=along_n)
-    if measured is not None and replace(measured, ahead=0, left=-1) in among:
+    if measured is not None and among is CANDIDATES:
         return measured
     found = [
         _launched(tile, rows, columns, stages, device, along_n=along_n)
         for tile in among
         if fits(tile, itemsize, device, along_n=along_n)
-        and tile not in (ROUNDS_TILE, PAIR_TILE)
         and not (tile == ALONG_K_TILE and along_n)
         and not (tile.own_rings and (itemsize > 2 or not _overlaps(tile, rows, columns, device)))
         and not (tile.own_rings and not tile.refill and not along_n)  # narrow tiles are better

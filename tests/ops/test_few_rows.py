@@ -337,8 +337,8 @@ def test_what_it_does_not_take():
         dense("gamma", (256,), dtypes.bf16),
         Rows(dense("to", (64, 256), dtypes.f16), None, dense("squares", (64, 2), dtypes.f32)),
     )
+    tokens, stream = dense("tokens", (64,), dtypes.i32), dense("stream", (64, 256), dtypes.bf16)
     with pytest.raises(UnsupportedError, match="rows of f16 beside bf16"):
-        tokens, stream = dense("tokens", (64,), dtypes.i32), dense("stream", (64, 256), dtypes.bf16)
         plan_embed_stream(tokens, table, gamma, stream, f16_rows, sim_device("sm_90a"))
     with pytest.raises(UnsupportedError, match="codes have scales"):
         plan_few_rows(Rows(x.values), w, w_scale, sim_device("sm_90a"), y=y)
