@@ -18,6 +18,7 @@ from cki.heuristics.linear_skinny import (
     FULL_TILE,
     MAX_ROWS,
     NARROW_TILES,
+    PAIR_TILE,
     ROUNDS_TILE,
     SkinnyTile,
     blocks_together,
@@ -149,7 +150,7 @@ def test_launches_overlap_where_two_fit_side_by_side():
         assert step.programmatic is programmatic
 
 
-@pytest.mark.parametrize("tile", CANDIDATES, ids=str)
+@pytest.mark.parametrize("tile", [*CANDIDATES, ROUNDS_TILE, PAIR_TILE], ids=str)
 def test_candidates_fit_an_h200(tile):
     assert any(fits(tile, itemsize, H200, along_n=False) for itemsize in (2, 4))
     registers = 65536 // (blocks_together(tile, H200) * tile.threads)

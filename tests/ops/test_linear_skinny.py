@@ -10,7 +10,7 @@ import pytest
 import cki
 import cki.sim
 from cki.errors import UnsupportedError
-from cki.heuristics.linear_skinny import CANDIDATES, SkinnyTile, fits, preferred_tile
+from cki.heuristics.linear_skinny import CANDIDATES, PAIR_TILE, ROUNDS_TILE, SkinnyTile, fits, preferred_tile
 from tests.compare import assert_close
 from tests.ops.few_rows_cases import FEW, LAYOUTS, PAIR, check, weight
 from tests.ops.inputs import BF16, DTYPES, F16, F32, normal
@@ -18,14 +18,15 @@ from tests.ops.linear_cases import WEIGHT_VIEWS, linear_with_tile, plain
 
 SMALL = pytest.mark.parametrize("tile", FEW, ids=str)
 
-SHAPES = list(dict.fromkeys(dataclasses.replace(tile, split=1) for tile in CANDIDATES))
+TILES = (*CANDIDATES, ROUNDS_TILE, PAIR_TILE)
+SHAPES = list(dict.fromkeys(dataclasses.replace(tile, split=1) for tile in TILES))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_of_the_candidates(device, shape):
     """Its ring wraps in every block; rows and columns end inside a tile.  Splits, types and weight orders in turn."""
     index = SHAPES.index(shape)
-    splits = [tile.split for tile in CANDIDATES if dataclasses.replace(tile, split=1) == shape]
+    splits = [tile.split for tile in TILES if dataclasses.replace(tile, split=1) == shape]
     tile = dataclasses.replace(shape, split=splits[index % len(splits)])
     dtype, layout = (F16, BF16, F32)[index % 3], LAYOUTS[index // 3 % 2]
     if not fits(tile, dtype.itemsize, device.info, along_n=layout == "in_out"):
