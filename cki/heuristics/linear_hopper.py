@@ -14,7 +14,8 @@ What weighs:
 The model's figures were fitted to an H200 (bench/results/gemm_hopper.csv); tests/heuristics/test_linear_hopper.py
 holds the choice against it.
 
-Without `split` no choice changes results: every sum runs over K in one order.
+Without `split` no choice changes products: every sum runs over K in one order.  With a bias consumers that share a tile
+start from it; those in turn add it at the end.
 """
 
 from __future__ import annotations

@@ -192,6 +192,16 @@ def test_epilogues(device, dtype, activation):
     check(device, TURNS, x, w, normal((72,), F32, 3), activation=activation, residual=residual)
 
 
+@pytest.mark.parametrize("bias_dtype", ["f16", "f32"])
+@pytest.mark.parametrize("tile", [TURNS, SHARED, HopperTile(128, 128, 2, fetches=True)], ids=str)
+def test_a_bias_that_cancels_the_products(device, tile, bias_dtype):
+    """Whether the sums start from it (consumers that share a tile) or end with it."""
+    x, w = (np.abs(normal(shape, F16, seed)) for seed, shape in ((1, (70, 1032)), (2, (1032, 136))))
+    mean = reference.linear(x, w).mean(axis=0)
+    residual = normal((70, 136), F16, 3) if tile.fetches else None
+    check(device, tile, x, w, (-mean).astype(DTYPES[bias_dtype]), residual=residual)
+
+
 def test_gelu_keeps_its_tail(device):
     """Every result within the rounding of f16 and a fifth more, also where 1 + erf(x) cancels."""
     values = np.linspace(-8, 8, 80 * 64).astype(F16)

@@ -2,16 +2,17 @@
 // gated, y = act(gate + bias) (up + bias), where the second half of a tile's sums are the ups of the first. A norm of
 // x's rows is a factor of the sums, one of the residual's rows applies to the residual (row_norm.cuh).
 //
-// Rules is a struct of constants: kActivation, kHasBias, kHasResidual, kGated, kTmaStore, kTmaResidual, kVectorY,
-// kVectorBias, kVectorResidual, kRowNorm, kStatistics (those of y's rows are stored too, which takes kTmaStore). With kTmaStore a
-// warp packs such a slab into one of its two buffers in shared memory (stmatrix, swizzled), and one lane starts a TMA
-// store, which skips rows and columns past the end; the next slab is computed meanwhile. No warp waits for another. TMA
-// writes whole units of 16 bytes, so the planner asks for it only where a row of y is a multiple of them. Otherwise the
-// lanes store pairs or single elements themselves. What a slab adds is loaded a slab ahead, the first slab's beside the
-// last products, all from L2, where it was asked for before the products.
+// Rules is a struct of constants: kActivation, kHasBias, kBiasInSums (the sums have started from it), kHasResidual, kGated,
+// kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual, kRowNorm, kStatistics (those of y's rows are stored too, which
+// takes kTmaStore). With kTmaStore a warp packs such a slab into one of its two buffers in shared memory (stmatrix, swizzled),
+// and one lane starts a TMA store, which skips rows and columns past the end; the next slab is computed meanwhile. No warp
+// waits for another. TMA writes whole units of 16 bytes, so the planner asks for it only where a row of y is a multiple of them.
+// Otherwise the lanes store pairs or single elements themselves. What a slab adds is loaded a slab ahead, the first slab's
+// beside the last products, all from L2, where it was asked for before the products; what belongs to the columns before the
+// products, where registers allow.
 //
-// With kTmaResidual a warp has a buffer for each of its slabs, into which it asks for the residual before the products
-// (TMA; of a block's first tile behind the first of them), and out of which it stores the result: the finish then waits for no memory.
+// With kTmaResidual a warp has a buffer for each of its slabs, into which it asks for the residual before the products, or
+// behind the first of them (TMA), and out of which it stores the result: the finish then waits for no memory.
 //
 // The residual is read by the warp that writes the same elements afterwards, so it may be y itself.
 #pragma once
@@ -54,11 +55,12 @@ struct Pair {
       word = p[0].bits | (inside == 2 ? static_cast<u32>(p[column_stride].bits) << 16 : 0u);
     }
   }
-  __device__ __forceinline__ void add_to(float (&values)[2]) const {
-    float first, second;
-    unpack_pair<T>(word, first, second);
-    values[0] += first;
-    values[1] += second;
+  __device__ __forceinline__ void to_floats(float (&values)[2]) const { unpack_pair<T>(word, values[0], values[1]); }
+  __device__ __forceinline__ void add_to(float (&sums)[2]) const {
+    float values[2];
+    to_floats(values);
+    sums[0] += values[0];
+    sums[1] += values[1];
   }
 };
 
@@ -69,6 +71,10 @@ struct Pair<float> {
   template <int kVector>
   __device__ __forceinline__ void load(const float* p, i64 column_stride, int inside) {
     load_pair<kVector>(values, p, column_stride, inside);
+  }
+  __device__ __forceinline__ void to_floats(float (&copy)[2]) const {
+    copy[0] = values[0];
+    copy[1] = values[1];
   }
   __device__ __forceinline__ void add_to(float (&sums)[2]) const {
     sums[0] += values[0];
@@ -93,66 +99,43 @@ struct Result {
   float* statistics;  // of y's rows
 };
 
-// What a lane adds to its sums of a slab, which begins at (first_row, first_column). Loaded a slab ahead of its use.
-template <class Rules, class Element, class Bias>
-struct SlabInputs {
+// How many of a lane's two columns of block j exist, eight to a block from first_column on. What TMA stores has whole blocks
+// only.
+template <class Rules>
+__device__ __forceinline__ int columns_inside(int columns, int first_column, int lane, int j) {
+  if constexpr (Rules::kTmaStore) return first_column + j * 8 < columns ? 2 : 0;
+  return min(columns - first_column - lane % 4 * 2 - j * 8, 2);
+}
+
+// What belongs to a lane's columns of a slab.
+template <class Rules, class Bias>
+struct SlabColumns {
   static constexpr int kBlocks = kSlabColumns / 8;  // of eight columns, two of them this lane's
+  // Whether the finish adds any of it.
+  static constexpr bool kIsAdded = (Rules::kHasBias && !Rules::kBiasInSums) || Rules::kRowNorm == RowNorm::kResidual;
 
   Pair<Bias> bias[kBlocks];
   Pair<Bias> up_bias[Rules::kGated ? kBlocks : 1];
   Pair<Bias> gamma[Rules::kRowNorm == RowNorm::kResidual ? kBlocks : 1];
-  Pair<Element> added[kBlocks][2];
 
-  // How many of the lane's two columns of block j exist. What TMA stores has whole blocks only.
-  static __device__ __forceinline__ int inside(const Result<Element, Bias>& result, int first_column, int lane, int j) {
-    if constexpr (Rules::kTmaStore) return first_column + j * 8 < result.columns ? 2 : 0;
-    return min(result.columns - first_column - lane % 4 * 2 - j * 8, 2);
-  }
-
-  // All of it.
-  __device__ __forceinline__ void load(const Result<Element, Bias>& result, int first_row, int first_column) {
-    load_columns(result, first_column);
-    load_rows(result, first_row, first_column);
-  }
-
-  // What belongs to the columns.
-  __device__ __forceinline__ void load_columns(const Result<Element, Bias>& result, int first_column) {
-    if constexpr (!Rules::kHasBias && Rules::kRowNorm != RowNorm::kResidual) return;
+  template <class Element>
+  __device__ __forceinline__ void load(const Result<Element, Bias>& result, int first_column) {
     if (first_column + kSlabColumns <= result.columns) {
-      load_column_blocks<true>(result, first_column);
+      load_blocks<true>(result, first_column);
     } else {
-      load_column_blocks<false>(result, first_column);
-    }
-  }
-
-  // The same from another slab of these columns.
-  __device__ __forceinline__ void take_columns(const SlabInputs& other) {
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      bias[j] = other.bias[j];
-      if constexpr (Rules::kGated) up_bias[j] = other.up_bias[j];
-      if constexpr (Rules::kRowNorm == RowNorm::kResidual) gamma[j] = other.gamma[j];
-    }
-  }
-
-  // The residual, where TMA does not bring it.
-  __device__ __forceinline__ void load_rows(const Result<Element, Bias>& result, int first_row, int first_column) {
-    if constexpr (!Rules::kHasResidual || Rules::kTmaResidual) return;
-    if (first_column + kSlabColumns <= result.columns) {
-      load_row_blocks<true>(result, first_row, first_column);
-    } else {
-      load_row_blocks<false>(result, first_row, first_column);
+      load_blocks<false>(result, first_column);
     }
   }
 
   // kWhole: all columns of the slab exist, and no load needs a condition of its own.
-  template <bool kWhole>
-  __device__ __forceinline__ void load_column_blocks(const Result<Element, Bias>& result, int first_column) {
+  template <bool kWhole, class Element>
+  __device__ __forceinline__ void load_blocks(const Result<Element, Bias>& result, int first_column) {
     const int lane = opaque_lane();
     const int column = first_column + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
+      const int at = column + j * 8;
+      const int there = kWhole ? 2 : columns_inside<Rules>(result.columns, first_column, lane, j);
       if (there <= 0) continue;
       if constexpr (Rules::kHasBias) {
         const Bias* from = result.bias + (result.gate_column + at) * result.bias_stride;
@@ -167,6 +150,25 @@ struct SlabInputs {
       }
     }
   }
+};
+
+// What a lane adds to its sums of a slab, which begins at (first_row, first_column). Loaded a slab ahead of its use, or more.
+template <class Rules, class Element, class Bias>
+struct SlabInputs {
+  static constexpr int kBlocks = SlabColumns<Rules, Bias>::kBlocks;
+
+  SlabColumns<Rules, Bias> columns;
+  Pair<Element> added[kBlocks][2];
+
+  // The residual, where TMA does not bring it.
+  __device__ __forceinline__ void load_rows(const Result<Element, Bias>& result, int first_row, int first_column) {
+    if constexpr (!Rules::kHasResidual || Rules::kTmaResidual) return;
+    if (first_column + kSlabColumns <= result.columns) {
+      load_row_blocks<true>(result, first_row, first_column);
+    } else {
+      load_row_blocks<false>(result, first_row, first_column);
+    }
+  }
 
   template <bool kWhole>
   __device__ __forceinline__ void load_row_blocks(const Result<Element, Bias>& result, int first_row, int first_column) {
@@ -178,7 +180,8 @@ struct SlabInputs {
       const Element* source = result.residual.data + result.residual.row_offset(row + half * 8);
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
-        const int at = column + j * 8, there = kWhole ? 2 : inside(result, first_column, lane, j);
+        const int at = column + j * 8;
+        const int there = kWhole ? 2 : columns_inside<Rules>(result.columns, first_column, lane, j);
         if (there <= 0) continue;
         added[j][half].template load<Rules::kVectorResidual>(source + at * result.residual.column_stride,
                                                              result.residual.column_stride, there);
@@ -205,7 +208,7 @@ struct SlabInputs {
         ups[e] *= rstd;
       }
     }
-    if constexpr (Rules::kHasBias) bias[j].add_to(values);
+    if constexpr (Rules::kHasBias && !Rules::kBiasInSums) columns.bias[j].add_to(values);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if constexpr (Rules::kActivation == Activation::kGelu) {
@@ -215,14 +218,14 @@ struct SlabInputs {
       }
     }
     if constexpr (Rules::kGated) {
-      if constexpr (Rules::kHasBias) up_bias[j].add_to(ups);
+      if constexpr (Rules::kHasBias && !Rules::kBiasInSums) columns.up_bias[j].add_to(ups);
 #pragma unroll
       for (int e = 0; e < 2; ++e) values[e] *= ups[e];
     }
     if constexpr (Rules::kRowNorm == RowNorm::kResidual) {
       float normal[2] = {-mean, -mean}, weights[2] = {};
       added[j][half].add_to(normal);
-      gamma[j].add_to(weights);
+      columns.gamma[j].add_to(weights);
 #pragma unroll
       for (int e = 0; e < 2; ++e) values[e] = fmaf(normal[e] * rstd, weights[e], values[e]);
     } else if constexpr (Rules::kHasResidual) {
@@ -230,6 +233,30 @@ struct SlabInputs {
     }
   }
 };
+
+// All lanes of a warp, before a tile's products: its sums start from the bias, and the finish adds none.
+template <class Rules, int kRowTiles, int kCount, class Element, class Bias>
+__device__ __forceinline__ void start_from_bias(float (&sum)[kRowTiles][kCount], const Result<Element, Bias>& result,
+                                                int first_column) {
+  constexpr int kAcross = kCount * 2 / kSlabColumns / (Rules::kGated ? 2 : 1);
+#pragma unroll
+  for (int across = 0; across < kAcross; ++across) {
+    SlabColumns<Rules, Bias> columns;
+    columns.load(result, first_column + across * kSlabColumns);
+    const int first = across * (kSlabColumns / 2), first_up = first + kAcross * (kSlabColumns / 2);
+#pragma unroll
+    for (int j = 0; j < kSlabColumns / 8; ++j) {
+      float values[2], ups[2];
+      columns.bias[j].to_floats(values);
+      if constexpr (Rules::kGated) columns.up_bias[j].to_floats(ups);
+#pragma unroll
+      for (int i = 0; i < kRowTiles * 4; ++i) {
+        sum[i / 4][first + j * 4 + i % 4] = values[i % 2];
+        if constexpr (Rules::kGated) sum[i / 4][first_up + j * 4 + i % 4] = ups[i % 2];
+      }
+    }
+  }
+}
 
 // The `slab`th: sum[first..] are its accumulators, sum[first_up..] its ups'; it begins at (first_row, first_column). place:
 // of the lane's first row of 16 bytes in a buffer. mean, rstd: of the lane's two rows, where they are normalised.
@@ -299,7 +326,7 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
       Element* target = result.y.data + result.y.row_offset(row + half * 8);
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
-        const int at = column + j * 8, there = inputs.inside(result, first_column, lane, j);
+        const int at = column + j * 8, there = columns_inside<Rules>(result.columns, first_column, lane, j);
         if (there <= 0) continue;
         float values[2];
         finish(j, half, values);
@@ -309,11 +336,12 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
   }
 }
 
-// The warp's part of a tile: rows [first_row, +16) of each 64, kCount * 2 columns. inputs: of the first slab; those below
-// each other share what belongs to their columns. moments: of rows that are normalised.
-template <class Rules, int kRowTiles, int kCount, class Element, class Bias>
+// The warp's part of a tile: rows [first_row, +16) of each 64, kCount * 2 columns. inputs: of the first slab; held: what
+// belongs to the columns of all slabs, or of the first ones. moments: of rows that are normalised.
+template <class Rules, int kRowTiles, int kCount, int kHeld, class Element, class Bias>
 __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount],
                                            SlabInputs<Rules, Element, Bias> inputs,
+                                           const SlabColumns<Rules, Bias> (&held)[kHeld],
                                            const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
                                            int first_column, const RowMoments<kRowTiles>& moments) {
   constexpr int kAcross = kCount * 2 / kSlabColumns / (Rules::kGated ? 2 : 1), kSlabs = kRowTiles * kAcross;
@@ -334,10 +362,14 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
     SlabInputs<Rules, Element, Bias> ahead;
     if (next < kSlabs) {
       const int row = first_row + next % kRowTiles * 64, column = first_column + next / kRowTiles * kSlabColumns;
-      if (next % kRowTiles == 0) {
-        ahead.load_columns(result, column);
-      } else {
-        ahead.take_columns(inputs);
+      if constexpr (SlabColumns<Rules, Bias>::kIsAdded) {
+        if (next % kRowTiles != 0) {
+          ahead.columns = inputs.columns;
+        } else if (next / kRowTiles < kHeld) {
+          ahead.columns = held[next / kRowTiles];
+        } else {
+          ahead.columns.load(result, column);
+        }
       }
       ahead.load_rows(result, row, column);
     }
@@ -354,7 +386,7 @@ template <class Rules, int kRowTiles, int kColumns, class Element, class Bias>
 __device__ __forceinline__ void prefetch_inputs(const Result<Element, Bias>& result, int first_row, int first_column) {
   constexpr int kLine = 128;  // bytes
   const int lane = opaque_lane();
-  if constexpr (Rules::kHasBias && Rules::kVectorBias == 2) {
+  if constexpr (Rules::kHasBias && !Rules::kBiasInSums && Rules::kVectorBias == 2) {
     const int at = lane * (kLine / static_cast<int>(sizeof(Bias)));
     if (at < kColumns && first_column + at < result.columns) {
       ptx::prefetch_global_l2(result.bias + result.gate_column + first_column + at);

@@ -30,7 +30,8 @@
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait. The next one may when kLeft of this one's copies are left, so
 //          that it asks for its first weights (kStagesAhead) when memory has nothing else to do; with -1 at once.
-// Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K.
+// Sums.    Over K in one order, whatever the tile; with kSplit, parts in the order of K. Tiles that consumers share start
+//          from the bias, others end with it.
 //
 // Prelude: Element (cki::f16, cki::bf16), Bias (Element or float), kBlockM, kRowsX, kBlockN, kStages, kStagesAhead,
 //   kLeft, kConsumers, kMinBlocks, kPingPong, kNarrowN, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]),
@@ -93,6 +94,10 @@ struct Rules {
   static constexpr int kBuffers = ::kBuffers;
   static constexpr bool kGated = ::kGated, kStatistics = ::kStatistics;
   static constexpr gemm::RowNorm kRowNorm = static_cast<gemm::RowNorm>(::kRowNorm);
+  // Of tiles that consumers share, whose finish is beside nothing; not where a norm scales the sums, or two blocks add them
+  // up. Beside another's products the moves cost more than additions in the finish.
+  static constexpr bool kBiasInSums = kHasBias && !kPingPong && kSplit == 1 && kRowNorm != gemm::RowNorm::kLayerNorm &&
+                                      kRowNorm != gemm::RowNorm::kRmsNorm;
   static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = ::kVectorResidual;
 };
 
@@ -100,6 +105,11 @@ constexpr gemm::RowNorm kNorm = Rules::kRowNorm;
 constexpr bool kNormalisesX = kNorm == gemm::RowNorm::kLayerNorm || kNorm == gemm::RowNorm::kRmsNorm;
 constexpr bool kNormalisesResidual = kNorm == gemm::RowNorm::kResidual;
 static_assert(kSplit == 1 || kNorm == gemm::RowNorm::kNone, "a warp finishes the rows that it multiplies");
+// What belongs to a tile's columns is loaded before its products, where registers allow: a finish that nothing hides waits
+// for no memory. Else that of its first slab, beside the last products.
+constexpr bool kHoldsColumns =
+    kPingPong && kAcross <= 2 && !kNormalisesResidual && (kNorm == gemm::RowNorm::kNone || sizeof(Bias) == 2);
+constexpr int kHeldSlabs = kHoldsColumns ? kAcross : 1;
 static_assert(!kGated || kNorm != gemm::RowNorm::kLayerNorm, "the columns that are multiplied again are y's");
 static_assert(Rules::kActivation != gemm::Activation::kGeluPairs || (kTmaStore && !kHasResidual && !kGated),
               "pairs are activated as they are stored");
@@ -117,7 +127,7 @@ static_assert(kNarrowN % gemm::kSlabColumns == 0 && kNarrowN < kBlockN, "a narro
 static_assert(kNarrowN == 0 || (kPingPong && kCluster == 1 && !kGated && !kStatistics && kNorm == gemm::RowNorm::kNone),
               "narrower tiles of consumers in turn, without norms and gates");
 
-// Of a block's first tile that consumers share, multiplied before its residual is asked for.
+// Of a tile that consumers share, multiplied before its residual is asked for; half of them, where there are fewer than 16.
 constexpr int kStagesBeforeResidual = 8;
 
 using Ring = StageRing<kStages>;
@@ -378,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       gemm::prefetch_inputs<Rules, kRowTiles, kGroupColumns / (kGated ? 2 : 1)>(result, first_row, first_column);
     }
     // Of a block's first tile behind the first stages: in front of them all SMs' residuals keep the products waiting.
-    const bool fetches_late = kTmaResidual && first == block;
+    const bool fetches_late = kTmaResidual && (!kPingPong || first == block);
     const auto fetch_residual = [&] {
       if constexpr (kTmaResidual) {
         buffers.template fetch<kRowTiles, kBuffers, 0, kFetchedFirst>(&residual_map, first_row, first_column, rows,
@@ -400,37 +410,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                    kNorm != gemm::RowNorm::kRmsNorm);
       look_at_moments();
     }
+    gemm::SlabColumns<Rules, Bias> held[kHeldSlabs];
+    const auto load_held = [&] {
+#pragma unroll
+      for (int i = 0; i < kHeldSlabs; ++i) held[i].load(result, first_column + i * gemm::kSlabColumns);
+    };
+    if constexpr (kHoldsColumns) load_held();
     turns.take();
     if (kPingPong && fetches_late) {
       walk.wait();
       fetch_residual();
     }
     float sum[kRowTiles][kGroupColumns / 2];
+    if constexpr (Rules::kBiasInSums) gemm::start_from_bias<Rules>(sum, result, first_column);
     gemm::SlabInputs<Rules, Element, Bias> inputs;
     const auto multiply = [&](auto tile_columns) {  // all of it for each width: no branch while products are in flight
       constexpr int kColumns = decltype(tile_columns)::kValue;
       u32 done = 0;  // one stage behind
       int k = 0;
-      const auto multiply_up_to = [&](int end) {
-#pragma unroll 1
-        for (; k < end; ++k) {
-          walk.wait();
-          ptx::wgmma_fence();
-          gemm::multiply_stage<Element, kColumns, kWeightAlongN>(sum, walk.x(), w_ahead, k > 0);
-          ptx::wgmma_commit_group();
-          ptx::wgmma_wait_group<1>();
-          if (k > 0) walk.release(done);
-          done = walk.place();
-          walk.advance();
-        }
+      const auto multiply_next = [&] {
+        walk.wait();
+        ptx::wgmma_fence();
+        gemm::multiply_stage<Element, kColumns, kWeightAlongN>(sum, walk.x(), w_ahead, Rules::kBiasInSums || k > 0);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<1>();
+        if (k > 0) walk.release(done);
+        done = walk.place();
+        walk.advance();
+        ++k;
       };
-      if (!kPingPong && fetches_late) {
-        multiply_up_to(min(k_tiles, kStagesBeforeResidual));
+      // At least one: then all sums that are in flight are products, and no other instruction has defined them.
+      const int before = kTmaResidual && !kPingPong ? min(k_tiles / 2, kStagesBeforeResidual) : k_tiles;
+#pragma unroll 1
+      do {
+        multiply_next();
+      } while (k < before);
+      if constexpr (kTmaResidual && !kPingPong) {
         fetch_residual();
+#pragma unroll 1
+        while (k < k_tiles) multiply_next();
       }
-      multiply_up_to(k_tiles);
       turns.pass();
-      if (finishes) inputs.load(result, first_row, first_column);  // from L2, beside the last stage's products
+      if (finishes) {  // from L2, beside the last stage's products
+        if constexpr (!kHoldsColumns) load_held();
+        inputs.columns = held[0];
+        inputs.load_rows(result, first_row, first_column);
+      }
       if constexpr (kSpareWarps) {
         board.read(moments, kPingPong ? consumer : 0, round, group_row + warp * 16);
         look_at_moments();
@@ -456,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (kSplit > 1) {
       Pushed{smem + Layout::kOutput}.exchange(sum, consumer * 4 + warp, rank);
     }
-    if (finishes) gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, moments);
+    if (finishes) gemm::write_tile(sum, inputs, held, result, buffers, first_row, first_column, moments);
   }
   if constexpr (kTmaStore) buffers.drain();
   turns.finish();

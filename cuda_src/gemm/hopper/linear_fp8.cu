@@ -56,7 +56,7 @@ static_assert(kBlockN == kScaledDepth, "a tile's columns have one scale");
 
 struct Rules {
   static constexpr gemm::Activation kActivation = gemm::Activation::kNone;
-  static constexpr bool kHasBias = ::kHasBias, kHasResidual = false, kTmaStore = ::kTmaStore;
+  static constexpr bool kHasBias = ::kHasBias, kBiasInSums = false, kHasResidual = false, kTmaStore = ::kTmaStore;
   static constexpr bool kTmaResidual = false;
   static constexpr int kBuffers = gemm::kOutputBuffers;
   static constexpr bool kGated = false, kStatistics = false;
@@ -220,14 +220,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       now.shift();
     }
     add_stage(0, Constant<true>{});
+    gemm::SlabColumns<Rules, Bias> held[1];
     gemm::SlabInputs<Rules, Element, Bias> inputs;
-    if (finishes) inputs.load(result, first_row, first_column);
+    if (finishes) {
+      held[0].load(result, first_column);
+      inputs.columns = held[0];
+      inputs.load_rows(result, first_row, first_column);
+    }
     if constexpr (kSplit > 1) {
       Pushed{smem + Layout::kOutput}.exchange(sum, consumer * 4 + warp, rank);
     }
     if (finishes) {
       if constexpr (kColumnScales) scale_columns(sum[0], w_scale, w_scale_n, first_column, columns);
-      gemm::write_tile(sum, inputs, result, buffers, first_row, first_column, gemm::RowMoments<1>{});
+      gemm::write_tile(sum, inputs, held, result, buffers, first_row, first_column, gemm::RowMoments<1>{});
     }
   }
   if constexpr (kTmaStore) buffers.drain();
