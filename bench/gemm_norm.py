@@ -55,7 +55,9 @@ def _infer(problem: Problem) -> Mapping[str, OutputSpec]:
 
 
 def with_spare_warps(tile: HopperTile) -> HopperTile:
-    """Whose statistics of x are read by warps that are idle else."""
+    """Whose statistics of x are read by warps that are idle else; of 128 x 128 where the choice has no room."""
+    if tile.parks:
+        tile = HopperTile(128, 128, 6, True, pairs=tile.pairs)
     return dataclasses.replace(tile, spare_warps=True)
 
 

@@ -120,6 +120,17 @@ class HopperTile:
         return (2 if self.ping_pong else 1) * (self.block_m * 8 + 16)
 
     @property
+    def parks(self) -> bool:
+        """Whether norms of x's rows, and the bias behind them, wait in shared memory: the sums leave no registers."""
+        return self.accumulators > 128
+
+    @property
+    def parked_bytes(self) -> int:
+        """Of that: `ParkedRows` of cuda_src/gemm/hopper/parked_rows.cuh."""
+        rows = self.block_m if self.ping_pong else self.block_m // self.consumers
+        return 4 * self.consumers * (rows // 4 * 8 + self.block_n * 4)
+
+    @property
     def ring_bytes(self) -> int:
         """Of the stages."""
         return self.stages * (self.block_m + self.block_n) * _ROW_BYTES
@@ -169,19 +180,29 @@ def norm_fits(tile: HopperTile, norm: str | None) -> bool:
     """Whether the kernel can normalise rows of x ("layer", "rms") or of the residual on the way, with this tile.
 
     The blocks that normalise a row need all of its K, and two consumers.  For a layer norm of x, tiles of 256 columns
-    leave no registers.
+    leave no registers; those that park it need none.
     """
     if norm is None:
         return True
-    return tile.split == 1 and tile.consumers > 1 and (norm != "layer" or tile.block_n <= 128)
+    if tile.split > 1 or tile.consumers < 2 or (tile.parks and norm == "residual"):
+        return False
+    return norm != "layer" or tile.block_n <= 128 or tile.parks
 
 
-def wide_fits(activation: str | None, *, residual: bool, fetched: bool, norms: bool) -> bool:
+def wide_fits(
+    activation: str | None, *, residual: bool, fetched: bool, norm: str | None = None, statistics: bool = False,
+    tma_store: bool = True,
+) -> bool:  # fmt: skip
     """Whether the finish of tiles with more than 128 sums a thread has registers enough.
 
-    fetched: TMA brings the residual.  norms: rows are normalised, or their statistics stored.
+    fetched: TMA brings the residual.  norm: what is normalised, see `norm_fits`.  statistics: those of y's rows are
+    stored.  tma_store: TMA stores y.
     """
-    return not norms and (not residual or (fetched and activation is None))
+    if statistics or norm == "residual":
+        return False
+    if norm is not None:
+        return not residual and tma_store
+    return not residual or (fetched and activation is None)
 
 
 def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -> tuple[int, float]:
@@ -202,9 +223,12 @@ def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -
     return -across * tile.block_n, work
 
 
-def wide_rounds(activation: str | None, *, residual: bool) -> int | None:
+def wide_rounds(activation: str | None, *, residual: bool, norm: str | None = None) -> int | None:
     """Rounds of tiles from which on a finish is better off in tiles half as wide again; None: never.  As measured:
-    what costs most gains in the fewest, for the last finish, which nothing hides, is half as long again."""
+    what costs most gains in the fewest, for the last finish, which nothing hides, is half as long again.
+    norm: what is normalised, see `norm_fits`; GELU is then that of pairs, which costs less."""
+    if norm is not None:
+        return 12 if activation in ("gelu", "gelu_tanh") else None
     return 12 if residual else {"gelu": 8, "gelu_tanh": 12, "silu": 16}.get(activation or "")
 
 
@@ -311,7 +335,8 @@ def preferred_hopper_tile(
         tile = replace(tile, stages=fetching.stages, fetches=fetching.fetches)
     if norm == "layer" and activation:
         tile = replace(tile, pairs=True)
-    if norm in ("layer", "rms") and tile_count(tile, rows, columns) <= _SPARE_ROUNDS * device.sm_count:
+    few = tile_count(tile, rows, columns) <= _SPARE_ROUNDS * device.sm_count
+    if norm in ("layer", "rms") and few and not tile.parks:
         tile = replace(tile, spare_warps=True)
         if norm == "layer" and _shares_weight(tile, rows, columns, device):
             tile = replace(tile, sharers=2)

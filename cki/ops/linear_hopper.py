@@ -115,10 +115,13 @@ def preferred(
     if hopper_obstacles(x, w, columns, access, batches, device) or (gated and _halves_obstacles(y, access)):
         return None
     fetched = residual is not None and stores_by_tma(y) and _is_for_tma(residual, batches)
-    norms = gated or norm is not None or statistics
+    fits = wide_fits(
+        activation, residual=residual is not None, fetched=fetched, norm=norm, statistics=statistics,
+        tma_store=stores_by_tma(y),
+    )  # fmt: skip
     wide_from = None
-    if wide_fits(activation, residual=residual is not None, fetched=fetched, norms=norms):
-        wide_from = wide_rounds(activation, residual=fetched)
+    if fits and not gated:
+        wide_from = wide_rounds(activation, residual=fetched, norm=norm)
     return preferred_hopper_tile(
         batches[0].rows, columns, x.shape[-1], device, activation=activation is not None,
         residual=residual is not None, gated=gated, norm=norm, wide_from=wide_from,
@@ -202,7 +205,9 @@ def plan_linear_hopper(
     obstacles = hopper_obstacles(x, w, w_columns, access, batches, device)
     fetches = tile.fetches and residual is not None and _is_for_tma(residual, batches) and stores_by_tma(y)
     shared_memory = tile.shared_memory + (tile.fetched_bytes if fetches else 0)
-    shared_memory += tile.board_bytes if uses_spare_warps(tile, None if norm is None else norm.kind) else 0
+    norm_kind = None if norm is None else norm.kind
+    shared_memory += tile.board_bytes if uses_spare_warps(tile, norm_kind) else 0
+    shared_memory += tile.parked_bytes if tile.parks and norm_kind in ("layer", "rms") else 0
     if shared_memory > device.shared_memory_per_block:
         obstacles.append(f"tiles {tile} need {shared_memory} bytes of shared memory")
     if tile.split > max(1, -(-x.shape[-1] // STAGE_DEPTH)):
@@ -219,13 +224,20 @@ def plan_linear_hopper(
         obstacles.append(f"tiles {tile}: rows in multiples of eight, and x has no more")
     if tile.consumers == 1 and (tile.ping_pong or tile.block_m > 64 or norm is not None or gates is not None):
         obstacles.append(f"tiles {tile}: small blocks have 64 rows, and no norms or gates")
-    norms = norm is not None or statistics is not None
-    fits = wide_fits(activation, residual=residual is not None, fetched=fetches, norms=norms)
-    if tile.accumulators > 128 and not fits:
-        obstacles.append(f"tiles {tile}: no registers for norms, nor for a residual but by TMA and alone")
-    if tile.narrow and (norms or gates is not None or not tile.ping_pong or y.shape[-1] < tile.block_n):
+    fits = wide_fits(
+        activation, residual=residual is not None, fetched=fetches, norm=norm_kind, statistics=statistics is not None,
+        tma_store=stores_by_tma(y),
+    )  # fmt: skip
+    if tile.parks and (not fits or tile.spare_warps):
         obstacles.append(
-            f"tiles {tile}: narrower ones of consumers in turn, behind wide ones, without norms and gates"
+            f"tiles {tile}: no registers for statistics, nor for a residual but by TMA and alone; rows of x are"
+            " normalised where TMA stores y, by the consumers"
+        )
+    has_narrow_kind = norm_kind != "residual" and statistics is None and gates is None and tile.ping_pong
+    if tile.narrow and (not has_narrow_kind or y.shape[-1] < tile.block_n):
+        obstacles.append(
+            f"tiles {tile}: narrower ones of consumers in turn, behind wide ones, without statistics, gates and norms"
+            " of a residual"
         )
     if gates is not None:
         obstacles += _halves_obstacles(y, access)
@@ -407,6 +419,9 @@ def representative_specs() -> list[KernelSpec]:
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f32, activation="gelu", norm="layer", pairs=True),
         hopper_kernel(f16, HopperTile(128, 128, 6, True, sharers=2, spare_warps=True), bias=f32, activation="gelu",
                       norm="layer", along_n=False, pairs=True),
+        hopper_kernel(f16, replace(WIDE_TILES[1], narrow=128), bias=f32, activation="gelu", norm="layer", pairs=True),
+        hopper_kernel(bf16, WIDE_TILES[1], bias=f32, activation="gelu", norm="layer", along_n=False),
+        hopper_kernel(bf16, WIDE_TILES[1], bias=bf16, activation="silu", norm="rms"),
         hopper_kernel(bf16, HopperTile(256, 128, 4), bias=f32, activation="gelu", norm="layer"),
         hopper_kernel(f16, HopperTile(128, 128, 6, True), bias=f16, residual=True, statistics=True, norm="residual"),
         hopper_kernel(f16, HopperTile(128, 256, 4), bias=f16, residual=True, statistics=True, along_n=False),

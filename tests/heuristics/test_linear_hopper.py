@@ -174,7 +174,26 @@ def test_wide_tiles_where_a_finish_costs():
     assert choice(8192, 4096, 4096, "gelu") == "128x128s6pp"  # a long K hides it
     assert choice(8192, 1024, 1024) == "128x128s5ppfetch"
     for tile in WIDE_TILES:
-        assert tile.shared_memory + tile.fetched_bytes <= H200.shared_memory_per_block
+        extra = max(tile.fetched_bytes, tile.parked_bytes)
+        assert tile.shared_memory + extra <= H200.shared_memory_per_block
+
+
+def test_wide_tiles_behind_a_norm():
+    """Where GELU is behind it, in 12 rounds and more; never with spare warps."""
+
+    def choice(rows: int, columns: int, activation: str | None, norm: str) -> str:
+        return str(preferred_hopper_tile(
+            rows, columns, 1024, H200, activation=activation is not None, norm=norm,
+            wide_from=wide_rounds(activation, residual=False, norm=norm),
+        ))  # fmt: skip
+
+    assert (
+        choice(8192, 4096, "gelu", "layer") == choice(16384, 4096, "gelu", "layer") == "128x192s4pppairsn128"
+    )
+    assert choice(8192, 4096, "gelu_tanh", "rms") == "128x192s4ppn128"
+    assert choice(4096, 4096, "gelu", "layer") == "128x128s6pppairs"
+    assert choice(8192, 3072, None, "layer") == choice(8192, 3072, None, "rms") == "128x128s6pp"
+    assert choice(2048, 4096, "gelu", "layer") == "128x128s6ppm2pairsspare"
 
 
 @pytest.mark.parametrize("rows", [128, 1000, 2048, 8192, 16384])

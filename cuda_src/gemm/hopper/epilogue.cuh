@@ -2,7 +2,8 @@
 // gated, y = act(gate + bias) (up + bias), where the second half of a tile's sums are the ups of the first. A norm of
 // x's rows is a factor of the sums, one of the residual's rows applies to the residual (row_norm.cuh).
 //
-// Rules is a struct of constants: kActivation, kHasBias, kBiasInSums (the sums have started from it), kHasResidual, kGated,
+// Rules is a struct of constants: kActivation, kHasBias, kBiasInSums (the sums have started from it), kBiasParked (parked_rows.cuh),
+// kHasResidual, kGated,
 // kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual, kRowNorm, kStatistics (those of y's rows are stored too, which
 // takes kTmaStore). With kTmaStore a warp packs such a slab into one of its two buffers in shared memory (stmatrix, swizzled),
 // and one lane starts a TMA store, which skips rows and columns past the end; the next slab is computed meanwhile. No warp
@@ -111,12 +112,21 @@ __device__ __forceinline__ int columns_inside(int columns, int first_column, int
 template <class Rules, class Bias>
 struct SlabColumns {
   static constexpr int kBlocks = kSlabColumns / 8;  // of eight columns, two of them this lane's
-  // Whether the finish adds any of it.
-  static constexpr bool kIsAdded = (Rules::kHasBias && !Rules::kBiasInSums) || Rules::kRowNorm == RowNorm::kResidual;
+  // What the finish adds, and whether any of it is in registers.
+  static constexpr bool kAddsBias = Rules::kHasBias && !Rules::kBiasInSums;
+  static constexpr bool kIsLoaded = (kAddsBias && !Rules::kBiasParked) || Rules::kRowNorm == RowNorm::kResidual;
 
   Pair<Bias> bias[kBlocks];
   Pair<Bias> up_bias[Rules::kGated ? kBlocks : 1];
   Pair<Bias> gamma[Rules::kRowNorm == RowNorm::kResidual ? kBlocks : 1];
+  const Bias* parked;  // the lane's first column of the slab
+
+  // Of block j.
+  __device__ __forceinline__ Pair<Bias> bias_of(int j) const {
+    Pair<Bias> found = bias[j];
+    if constexpr (Rules::kBiasParked) found.template load<2>(parked + j * 8, 1, 2);
+    return found;
+  }
 
   template <class Element>
   __device__ __forceinline__ void load(const Result<Element, Bias>& result, int first_column) {
@@ -208,7 +218,7 @@ struct SlabInputs {
         ups[e] *= rstd;
       }
     }
-    if constexpr (Rules::kHasBias && !Rules::kBiasInSums) columns.bias[j].add_to(values);
+    if constexpr (SlabColumns<Rules, Bias>::kAddsBias) columns.bias_of(j).add_to(values);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if constexpr (Rules::kActivation == Activation::kGelu) {
@@ -218,7 +228,7 @@ struct SlabInputs {
       }
     }
     if constexpr (Rules::kGated) {
-      if constexpr (Rules::kHasBias && !Rules::kBiasInSums) columns.up_bias[j].add_to(ups);
+      if constexpr (SlabColumns<Rules, Bias>::kAddsBias) columns.up_bias[j].add_to(ups);
 #pragma unroll
       for (int e = 0; e < 2; ++e) values[e] *= ups[e];
     }
@@ -259,13 +269,12 @@ __device__ __forceinline__ void start_from_bias(float (&sum)[kRowTiles][kCount],
 }
 
 // The `slab`th: sum[first..] are its accumulators, sum[first_up..] its ups'; it begins at (first_row, first_column). place:
-// of the lane's first row of 16 bytes in a buffer. mean, rstd: of the lane's two rows, where they are normalised.
+// of the lane's first row of 16 bytes in a buffer. upper, lower: moments of the lane's two rows, where they are normalised.
 template <class Rules, int kCount, class Element, class Bias>
 __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first, int first_up,
                                            SlabInputs<Rules, Element, Bias>& inputs,
                                            const Result<Element, Bias>& result, const OutputBuffers& buffers, int slab,
-                                           u32 place, int first_row, int first_column, const float (&mean)[2],
-                                           const float (&rstd)[2]) {
+                                           u32 place, int first_row, int first_column, float2 upper, float2 lower) {
   constexpr int kBlocks = kSlabColumns / 8;
   if (first_row >= result.rows || first_column >= result.columns) {
     if constexpr (Rules::kTmaStore) buffers.skip();
@@ -278,7 +287,7 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
       values[e] = sum[first + j * 4 + half * 2 + e];
       if constexpr (Rules::kGated) ups[e] = sum[first_up + j * 4 + half * 2 + e];
     }
-    inputs.finish(values, ups, j, half, mean[half], rstd[half]);
+    inputs.finish(values, ups, j, half, half == 0 ? upper.x : lower.x, half == 0 ? upper.y : lower.y);
   };
   if constexpr (Rules::kTmaStore) {
     const int index = slab % Rules::kBuffers;
@@ -337,13 +346,14 @@ __device__ __forceinline__ void write_slab(const float (&sum)[kCount], int first
 }
 
 // The warp's part of a tile: rows [first_row, +16) of each 64, kCount * 2 columns. inputs: of the first slab; held: what
-// belongs to the columns of all slabs, or of the first ones. moments: of rows that are normalised.
-template <class Rules, int kRowTiles, int kCount, int kHeld, class Element, class Bias>
+// belongs to the columns of all slabs, or of the first ones. parked: the bias of the tile's columns, with kBiasParked. moments: of
+// rows that are normalised.
+template <class Rules, int kRowTiles, int kCount, int kHeld, class Moments, class Element, class Bias>
 __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount],
                                            SlabInputs<Rules, Element, Bias> inputs,
-                                           const SlabColumns<Rules, Bias> (&held)[kHeld],
+                                           const SlabColumns<Rules, Bias> (&held)[kHeld], const Bias* parked,
                                            const Result<Element, Bias>& result, OutputBuffers& buffers, int first_row,
-                                           int first_column, const RowMoments<kRowTiles>& moments) {
+                                           int first_column, const Moments& moments) {
   constexpr int kAcross = kCount * 2 / kSlabColumns / (Rules::kGated ? 2 : 1), kSlabs = kRowTiles * kAcross;
   if constexpr (Rules::kTmaResidual) buffers.wait_fetched();
   const u32 lane = static_cast<u32>(opaque_lane());
@@ -362,7 +372,7 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
     SlabInputs<Rules, Element, Bias> ahead;
     if (next < kSlabs) {
       const int row = first_row + next % kRowTiles * 64, column = first_column + next / kRowTiles * kSlabColumns;
-      if constexpr (SlabColumns<Rules, Bias>::kIsAdded) {
+      if constexpr (SlabColumns<Rules, Bias>::kIsLoaded) {
         if (next % kRowTiles != 0) {
           ahead.columns = inputs.columns;
         } else if (next / kRowTiles < kHeld) {
@@ -374,8 +384,9 @@ __device__ __forceinline__ void write_tile(const float (&sum)[kRowTiles][kCount]
       ahead.load_rows(result, row, column);
     }
     const int first = across * (kSlabColumns / 2), first_up = first + kAcross * (kSlabColumns / 2);
+    if constexpr (Rules::kBiasParked) inputs.columns.parked = parked + across * kSlabColumns + lane % 4 * 2;
     write_slab(sum[row_tile], first, first_up, inputs, result, buffers, slab, place, first_row + row_tile * 64,
-               first_column + across * kSlabColumns, moments.mean[row_tile], moments.rstd[row_tile]);
+               first_column + across * kSlabColumns, moments.of(row_tile * 2), moments.of(row_tile * 2 + 1));
     inputs = ahead;
   }
 }

@@ -26,7 +26,7 @@
 //          up_column of w. A tile has as many columns of both, so that a lane holds a gate and its up; no weight moves.
 // Norms.   kRowNorm: the rows of x, or those of the residual, are normalised by their statistics (row_norm.cuh), which
 //          a launch before has stored with kStatistics. kSpareWarps: the producer's other warps read those of x, a tile
-//          ahead of the consumers, who otherwise wait for them in front of each tile.
+//          ahead of the consumers, who otherwise wait for them in front of each tile. kParks: in shared memory meanwhile.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait. The next one may when kLeft of this one's copies are left, so
 //          that it asks for its first weights (kStagesAhead) when memory has nothing else to do; with -1 at once.
@@ -40,7 +40,7 @@
 // Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K (64 x 64 with kNarrowN); y_map and residual_map
 //   64 x 16, unused without kTmaStore and kTmaResidual.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh); then with kTmaResidual a barrier a warp, with kSpareWarps
-//   MomentsBoard::kBytes (row_norm.cuh).
+//   MomentsBoard::kBytes (row_norm.cuh), with kParks ParkedRows::kBytes a warp (parked_rows.cuh).
 #include "common/constant.cuh"
 #include "common/stage_ring.cuh"
 #include "common/types.cuh"
@@ -49,6 +49,7 @@
 #include "gemm/activation.cuh"
 #include "gemm/hopper/cluster_sum.cuh"
 #include "gemm/hopper/epilogue.cuh"
+#include "gemm/hopper/parked_rows.cuh"
 #include "gemm/hopper/row_norm.cuh"
 #include "gemm/hopper/tiles.cuh"
 #include "gemm/rasterize.cuh"
@@ -86,6 +87,9 @@ constexpr int kBuffers = !kTmaResidual || kSlabs <= gemm::kOutputBuffers ? gemm:
 constexpr int kFetchedFirst = kSlabs < kBuffers ? kSlabs : kBuffers;  // slabs of the residual; the others follow
 static_assert(!kTmaResidual || (kHasResidual && kTmaStore && kSplit == 1), "slabs of a residual that TMA can bring");
 
+// Wide tiles whose rows are normalised: what a finish reads waits for it in shared memory, for the sums leave no registers.
+constexpr bool kParks = kRowTiles * kGroupColumns > 256 && (kRowNorm == 1 || kRowNorm == 2);
+
 // The epilogue; the names are the prelude's.
 struct Rules {
   static constexpr gemm::Activation kActivation = static_cast<gemm::Activation>(::kActivation);
@@ -98,6 +102,7 @@ struct Rules {
   // up. Beside another's products the moves cost more than additions in the finish.
   static constexpr bool kBiasInSums = kHasBias && !kPingPong && kSplit == 1 && kRowNorm != gemm::RowNorm::kLayerNorm &&
                                       kRowNorm != gemm::RowNorm::kRmsNorm;
+  static constexpr bool kBiasParked = kParks && kHasBias;
   static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = ::kVectorResidual;
 };
 
@@ -124,8 +129,8 @@ constexpr int kLandedBytes = kTmaResidual ? 4 * kConsumers * 8 : 0;  // a barrie
 constexpr int kCluster = kSplit * kSharers;  // blocks
 static_assert(kSplit == 1 || kSharers == 1, "blocks of a cluster share a tile or a weight");
 static_assert(kNarrowN % gemm::kSlabColumns == 0 && kNarrowN < kBlockN, "a narrower tile has whole slabs");
-static_assert(kNarrowN == 0 || (kPingPong && kCluster == 1 && !kGated && !kStatistics && kNorm == gemm::RowNorm::kNone),
-              "narrower tiles of consumers in turn, without norms and gates");
+static_assert(kNarrowN == 0 || (kPingPong && kCluster == 1 && !kGated && !kStatistics && !kNormalisesResidual),
+              "narrower tiles of consumers in turn, without statistics, gates and norms of the residual");
 
 // Of a tile that consumers share, multiplied before its residual is asked for; half of them, where there are fewer than 16.
 constexpr int kStagesBeforeResidual = 8;
@@ -134,6 +139,8 @@ using Ring = StageRing<kStages>;
 constexpr int kSpareWarpCount = 3;  // the producer's warpgroup, less its one thread's warp
 using Board = gemm::MomentsBoard<kTilesPerRound, kBlockM, kSpareWarpCount, kPingPong ? 4 : 4 * kConsumers>;
 static_assert(!kSpareWarps || kNormalisesX, "spare warps read the statistics of x");
+using Parked = gemm::ParkedRows<kRowTiles, kGroupColumns, Bias>;
+static_assert(!kParks || (!kSpareWarps && kTmaStore && !kHasResidual && !kStatistics), "rows that can be stored again");
 using Pushed = gemm::PushedSum<kRowTiles, kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || (kSplit == 2 && Pushed::kFits), "each block finishes half of a tile");
 
@@ -405,10 +412,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         if (is_cancelled) moments.compute(residual, residual_stride, first_row, rows, columns, epsilon);
       }
     };
-    if constexpr (kNorm != gemm::RowNorm::kNone && !kSpareWarps) {
+    const Parked parked{smem + Layout::kBytes + (consumer * 4 + warp) * Parked::kBytes};
+    const auto load_moments = [&] {
       moments.load(statistics, first_row, rows, kNormalisesX ? depth : columns, epsilon,
                    kNorm != gemm::RowNorm::kRmsNorm);
       look_at_moments();
+    };
+    if constexpr (Rules::kBiasParked) {
+      const typename Parked::Share share = Parked::load(result, first_column);
+      load_moments();
+      parked.park(moments, share);
+    } else if constexpr (kNorm != gemm::RowNorm::kNone && !kSpareWarps) {
+      load_moments();
+      if constexpr (kParks) parked.park(moments);
     }
     gemm::SlabColumns<Rules, Bias> held[kHeldSlabs];
     const auto load_held = [&] {
@@ -472,6 +488,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     if constexpr (kPingPong) walk.skip(k_tiles);
 
+    if constexpr (kParks) {
+      gemm::write_tile(sum, inputs, held, parked.bias(), result, buffers, first_row, first_column, parked);
+      if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
+        if (is_cancelled) parked.template repair<Rules>(operands, result, epsilon, first_row, first_column);
+      }
+      continue;
+    }
     if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
       if (is_cancelled) {
         moments.compute(x, x_stride, first_row, rows, depth, epsilon);
@@ -481,7 +504,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (kSplit > 1) {
       Pushed{smem + Layout::kOutput}.exchange(sum, consumer * 4 + warp, rank);
     }
-    if (finishes) gemm::write_tile(sum, inputs, held, result, buffers, first_row, first_column, moments);
+    if (finishes) {
+      gemm::write_tile(sum, inputs, held, static_cast<const Bias*>(nullptr), result, buffers, first_row, first_column, moments);
+    }
   }
   if constexpr (kTmaStore) buffers.drain();
   turns.finish();

@@ -124,6 +124,27 @@ __device__ __forceinline__ float2 moments_of_rows(const float* statistics, const
   return make_float2(middle, rsqrtf((variance < 0.0f ? 0.0f : variance) + epsilon));  // a variance of NaN stays one
 }
 
+// The same of a layer norm's row from its elements, which lie side by side, in three passes: rare. Each four lanes have a row.
+template <class Element>
+__device__ __forceinline__ float2 computed_moments(const Element* row, int columns, float epsilon) {
+  const float inverse = 1.0f / static_cast<float>(columns);
+  float sum = 0.0f, squares = 0.0f;
+  for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) sum += to_float(row[k]) * inverse;
+  float middle = quad_sum(sum), apart_of_it = 0.0f;
+  for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) apart_of_it += to_float(row[k]) - middle;
+  middle += quad_sum(apart_of_it) * inverse;  // exact where all elements are equal
+  for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) {
+    const float apart = to_float(row[k]) - middle;
+    squares = fmaf(apart, apart, squares);
+  }
+  return make_float2(middle, rsqrtf(quad_sum(squares) * inverse + epsilon));
+}
+
+// Too much has cancelled, or the squares were beyond fp32. moments: (mean, rstd).
+__device__ __forceinline__ bool have_cancelled(float2 moments) {
+  return fabsf(moments.x) * moments.y > kLargestMean || moments.y == 0.0f;
+}
+
 // Of the two rows of a lane in each 16 x 64 part of a warp: rows lane / 4 and lane / 4 + 8.
 template <int kRowTiles>
 struct RowMoments {
@@ -160,35 +181,24 @@ struct RowMoments {
     }
   }
 
-  // The same of a layer norm from the rows themselves, in three passes: rare. Their elements lie side by side.
+  // The same of a layer norm from the rows themselves.
   template <class Element>
   __device__ __forceinline__ void compute(const Element* x, i64 row_stride, int first_row, int rows, int columns,
                                           float epsilon) {
-    const float inverse = 1.0f / static_cast<float>(columns);
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i) {
-      const Element* row = x + row_of(i, first_row, rows) * row_stride;
-      float sum = 0.0f, squares = 0.0f;
-      for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) sum += to_float(row[k]) * inverse;
-      float middle = quad_sum(sum), apart_of_it = 0.0f;
-      for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) apart_of_it += to_float(row[k]) - middle;
-      middle += quad_sum(apart_of_it) * inverse;  // exact where all elements are equal
-      for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) {
-        const float apart = to_float(row[k]) - middle;
-        squares = fmaf(apart, apart, squares);
-      }
-      const float factor = rsqrtf(quad_sum(squares) * inverse + epsilon);
+      const float2 found = computed_moments(x + row_of(i, first_row, rows) * row_stride, columns, epsilon);
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {  // an index that the compiler knows keeps the array in registers
-        if (j == i) mean[j / 2][j % 2] = middle, rstd[j / 2][j % 2] = factor;
+        if (j == i) mean[j / 2][j % 2] = found.x, rstd[j / 2][j % 2] = found.y;
       }
     }
   }
 
-  // Too much has cancelled, or the squares were beyond fp32.
-  __device__ __forceinline__ bool is_cancelled(int i, int half) const {
-    return fabsf(mean[i][half]) * rstd[i][half] > kLargestMean || rstd[i][half] == 0.0f;
-  }
+  // (mean, rstd) of the lane's i-th row.
+  __device__ __forceinline__ float2 of(int i) const { return make_float2(mean[i / 2][i % 2], rstd[i / 2][i % 2]); }
+
+  __device__ __forceinline__ bool is_cancelled(int i, int half) const { return have_cancelled(of(i * 2 + half)); }
 
   // Any of the warp's rows.
   __device__ __forceinline__ bool any_cancelled() const {
