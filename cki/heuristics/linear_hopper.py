@@ -82,6 +82,11 @@ class HopperTile:
         return self.consumers > 1 and not self.ping_pong and self.block_m == 64
 
     @property
+    def group_rows(self) -> int:
+        """Of a consumer."""
+        return self.block_m if self.ping_pong or self.shares_columns else self.block_m // self.consumers
+
+    @property
     def threads(self) -> int:
         """A producer warpgroup and the consumers."""
         return 128 * (1 + self.consumers)
@@ -127,8 +132,7 @@ class HopperTile:
     @property
     def parked_bytes(self) -> int:
         """Of that: `ParkedRows` of cuda_src/gemm/hopper/parked_rows.cuh."""
-        rows = self.block_m if self.ping_pong else self.block_m // self.consumers
-        return 4 * self.consumers * (rows // 4 * 8 + self.block_n * 4)
+        return 4 * self.consumers * (self.group_rows // 4 * 8 + self.block_n * 4)
 
     @property
     def ring_bytes(self) -> int:
@@ -184,7 +188,7 @@ def norm_fits(tile: HopperTile, norm: str | None) -> bool:
     """
     if norm is None:
         return True
-    if tile.split > 1 or tile.consumers < 2 or (tile.parks and norm == "residual"):
+    if tile.split > 1 or tile.consumers < 2 or tile.group_rows > 128 or (tile.parks and norm == "residual"):
         return False
     return norm != "layer" or tile.block_n <= 128 or tile.parks
 
@@ -226,7 +230,7 @@ def narrow_from(tile: HopperTile, rows: int, columns: int, device: DeviceInfo) -
 def wide_rounds(activation: str | None, *, residual: bool, norm: str | None = None) -> int | None:
     """Rounds of tiles from which on a finish is better off in tiles half as wide again; None: never.  As measured:
     what costs most gains in the fewest, for the last finish, which nothing hides, is half as long again.
-    norm: what is normalised, see `norm_fits`; GELU is then that of pairs, which costs less."""
+    norm: what is normalised, see `norm_fits`; measured for a layer norm with GELU of f16 pairs."""
     if norm is not None:
         return 12 if activation in ("gelu", "gelu_tanh") else None
     return 12 if residual else {"gelu": 8, "gelu_tanh": 12, "silu": 16}.get(activation or "")

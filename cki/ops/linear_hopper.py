@@ -43,6 +43,8 @@ _PARAMS = "TTTTPPPiiiiiqqqqqPfPPPPqqqP"
 _STORE_ROWS = 16
 #: Tile numbers are 32-bit, and step past the last by two rounds of blocks.
 _MAX_TILES = 2**31 - 2**20
+#: Of fp32 sums that a consumer's thread has registers for.
+_MOST_SUMS = 192
 #: The numbers of RowNorm in cuda_src/gemm/hopper/row_norm.cuh, by what is normalised.
 _ROW_NORMS = {None: 0, "layer": 1, "rms": 2, "residual": 3}
 #: Of Activation in cuda_src/gemm/activation.cuh: GELU of two f16 at once (`HopperTile.pairs`).
@@ -228,17 +230,21 @@ def plan_linear_hopper(
         activation, residual=residual is not None, fetched=fetches, norm=norm_kind, statistics=statistics is not None,
         tma_store=stores_by_tma(y),
     )  # fmt: skip
-    if tile.parks and (not fits or tile.spare_warps):
+    if tile.group_rows % 64 or tile.accumulators > _MOST_SUMS:
         obstacles.append(
-            f"tiles {tile}: no registers for statistics, nor for a residual but by TMA and alone; rows of x are"
-            " normalised where TMA stores y, by the consumers"
+            f"tiles {tile}: a consumer has rows in multiples of 64, and at most {_MOST_SUMS} sums a thread"
         )
-    has_narrow_kind = norm_kind != "residual" and statistics is None and gates is None and tile.ping_pong
-    if tile.narrow and (not has_narrow_kind or y.shape[-1] < tile.block_n):
+    if tile.parks and not fits:
         obstacles.append(
-            f"tiles {tile}: narrower ones of consumers in turn, behind wide ones, without statistics, gates and norms"
-            " of a residual"
+            f"tiles {tile}: no registers for statistics and norms of a residual, nor for a residual but by TMA and"
+            " alone; norms of x want y stored by TMA"
         )
+    if tile.parks and uses_spare_warps(tile, norm_kind):
+        obstacles.append(f"tiles {tile}: their consumers read statistics themselves, not spare warps")
+    if tile.narrow:
+        obstacles += _narrow_obstacles(tile, y, norm_kind, statistics is not None or gates is not None)
+    if tile.split > 1 and fetches:
+        obstacles.append(f"tiles {tile}: TMA brings a residual where no cluster splits K")
     if gates is not None:
         obstacles += _halves_obstacles(y, access)
     if gates is not None and (tile.split > 1 or tile.shares_columns or tile.block_n % 128):
@@ -313,6 +319,21 @@ def plan_linear_hopper(
     return (step,)
 
 
+def _narrow_obstacles(tile: HopperTile, y: Operand, norm: str | None, others: bool) -> list[str]:
+    """Why narrower tiles cannot come last.  others: statistics or gates are wanted."""
+    found = []
+    if norm == "residual" or others or not tile.ping_pong or tile.split > 1 or tile.sharers > 1:
+        found.append(
+            f"tiles {tile}: narrower ones of consumers in turn, behind wide ones, without clusters, statistics, gates"
+            " and norms of a residual"
+        )
+    if tile.narrow % 64 or not 0 < tile.narrow < tile.block_n:
+        found.append(f"tiles {tile}: narrower ones have fewer columns, in multiples of 64")
+    if y.shape[-1] < tile.block_n:
+        found.append(f"tiles {tile}: {y.shape[-1]} columns have no wide tile")
+    return found
+
+
 def uses_spare_warps(tile: HopperTile, norm: str | None) -> bool:
     """Whether they read the rows' statistics: of x.  A residual's norm leaves its consumers no register to give."""
     return tile.spare_warps and norm in ("layer", "rms")
@@ -359,7 +380,8 @@ def _norm_obstacles(
     found = []
     if not norm_fits(tile, norm.kind):
         found.append(
-            f"tiles {tile}: rows are normalised by blocks with all of K, for a layer norm of <= 128 columns"
+            f"tiles {tile}: rows are normalised by two consumers of <= 128 rows with all of K; of x for a layer norm in"
+            " tiles of <= 128 columns, or of more than 128 sums a thread; of the residual in those of no more"
         )
     if gates is not None and norm.kind != "rms":
         found.append("a gated layer normalises no rows but by their root mean square")

@@ -147,6 +147,13 @@ def test_leading_axes_that_merge_are_rows():
         ({"tile": HopperTile(128, 192, 3, sharers=16)}, "multiples of eight rows"),
         ({"tile": HopperTile(128, 128, 4, split=2, sharers=2)}, "a cluster splits K, or"),
         ({"tile": HopperTile(128, 192, 4, True), "residual": dense("r", (1000, 520), dtypes.f16)}, "no registers for"),
+        ({"tile": HopperTile(128, 256, 3, True)}, "at most 192 sums a thread"),
+        ({"tile": HopperTile(192, 128, 3)}, "rows in multiples of 64"),
+        ({"tile": HopperTile(128, 192, 3, True, sharers=2, narrow=128)}, "without clusters"),
+        ({"tile": HopperTile(128, 192, 3, True, narrow=96)}, "in multiples of 64"),
+        ({"tile": HopperTile(128, 192, 3, True, narrow=192)}, "have fewer columns"),
+        ({"tile": HopperTile(128, 64, 4, split=2, fetches=True), "residual": dense("r", (1000, 520), dtypes.f16)},
+         "where no cluster splits K"),
     ],
 )  # fmt: skip
 def test_obstacles(operands, words):
@@ -218,7 +225,7 @@ def test_narrower_tiles_even_out_what_blocks_have(rows):
 def test_narrower_tiles_know_their_place():
     with pytest.raises(UnsupportedError, match="narrower ones of consumers in turn"):
         plan(tile=HopperTile(128, 256, 4, narrow=128))
-    with pytest.raises(UnsupportedError, match="narrower ones of consumers in turn"):
+    with pytest.raises(UnsupportedError, match="128 columns have no wide tile"):
         plan(tile=replace(WIDE_TILES[1], narrow=128), columns=128)
 
 

@@ -178,6 +178,12 @@ def test_shared_weights_under_every_check(device, tile, layout):
     assert_close(results[0], reference.linear(x, w, bias, **options), plain(x, w, bias, **options))
 
 
+@pytest.mark.parametrize("tile", [HopperTile(192, 64, 2, True), HopperTile(256, 64, 2, True)], ids=str)
+def test_consumers_with_more_than_two_row_tiles(device, tile):
+    x, w, bias = normal((420, 136), F16, 1), weight(136, 200, F16, "in_out"), normal((200,), F16, 3)
+    check(device, tile, x, w, bias, activation="gelu")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_consumers_that_share_columns(device, layout):
     x, w, bias = normal((200, 264), F16, 1), weight(264, 392, F16, layout), normal((392,), F16, 3)

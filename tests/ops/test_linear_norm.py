@@ -15,7 +15,7 @@ from cki import dtypes, reference
 from cki.device import sim_device
 from cki.encoder.prepare import fold_layer_norm
 from cki.errors import UnsupportedError
-from cki.heuristics.linear_hopper import CANDIDATES, STATISTICS_COLUMNS, HopperTile, norm_fits
+from cki.heuristics.linear_hopper import CANDIDATES, STATISTICS_COLUMNS, WIDE_TILES, HopperTile, norm_fits
 from cki.operand import dense
 from cki.ops.call import call
 from cki.ops.linear import plan_linear
@@ -264,7 +264,7 @@ def test_tiles_that_normalise(kind):
     statistics, gamma = dense("s", (512, 16, 2), dtypes.f32), dense("g", (1024,), dtypes.f16)
     norm = RowNorm(kind, statistics, EPSILON, gamma if kind == "residual" else None)
     assert any(norm_fits(tile, kind) for tile in CANDIDATES)
-    for tile in CANDIDATES:
+    for tile in (*CANDIDATES, *WIDE_TILES, HopperTile(192, 64, 2, True)):
         given = (x, w, None, x if kind == "residual" else None, y, sim_device("sm_90a"))
         if norm_fits(tile, kind):
             assert plan_linear(*given, tile=tile, norm=norm)

@@ -26,7 +26,7 @@
 //          up_column of w. A tile has as many columns of both, so that a lane holds a gate and its up; no weight moves.
 // Norms.   kRowNorm: the rows of x, or those of the residual, are normalised by their statistics (row_norm.cuh), which
 //          a launch before has stored with kStatistics. kSpareWarps: the producer's other warps read those of x, a tile
-//          ahead of the consumers, who otherwise wait for them in front of each tile. kParks: in shared memory meanwhile.
+//          ahead of the consumers, who otherwise wait for them in front of each tile. With kParks they wait in shared memory.
 // Launch.  May begin while the launch before it in the stream ends: nothing that one may have written is read, and
 //          nothing is written, before griddepcontrol_wait. The next one may when kLeft of this one's copies are left, so
 //          that it asks for its first weights (kStagesAhead) when memory has nothing else to do; with -1 at once.
@@ -140,7 +140,7 @@ constexpr int kSpareWarpCount = 3;  // the producer's warpgroup, less its one th
 using Board = gemm::MomentsBoard<kTilesPerRound, kBlockM, kSpareWarpCount, kPingPong ? 4 : 4 * kConsumers>;
 static_assert(!kSpareWarps || kNormalisesX, "spare warps read the statistics of x");
 using Parked = gemm::ParkedRows<kRowTiles, kGroupColumns, Bias>;
-static_assert(!kParks || (!kSpareWarps && kTmaStore && !kHasResidual && !kStatistics), "rows that can be stored again");
+static_assert(!kParks || (!kSpareWarps && kTmaStore && !kHasResidual && !kStatistics && !kGated), "rows that can be stored again");
 using Pushed = gemm::PushedSum<kRowTiles, kGroupColumns / 2, 4 * kConsumers, kSplit>;
 static_assert(kSplit == 1 || (kSplit == 2 && Pushed::kFits), "each block finishes half of a tile");
 
@@ -251,6 +251,16 @@ struct TileOrder {
     return {tile.m, tile.n * kOutN, kBlockN};
   }
 };
+
+// The first of two variables, or the second.
+template <bool kFirst, class A, class B>
+__device__ __forceinline__ auto& choose(A& a, B& b) {
+  if constexpr (kFirst) {
+    return a;
+  } else {
+    return b;
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
@@ -379,6 +389,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if (kPingPong && consumer == 1) walk.skip(k_tiles);
   u32 round = 0;
+  // The sums of tiles that park. For the compiler a tile's sums live until the next tile's products overwrite them; where rows
+  // are computed again, zeros end that, and their registers are free.
+  float kept[kParks ? kRowTiles : 1][kParks ? kGroupColumns / 2 : 1];
   for (int first = block; first < tiles; first += kTilesPerRound * blocks, ++round) {
     const int number = kPingPong ? first + consumer * blocks : first;
     if (number >= tiles) {  // the last round is half empty; each consumer takes a turn in every round
@@ -394,7 +407,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (finishes) {
       gemm::prefetch_inputs<Rules, kRowTiles, kGroupColumns / (kGated ? 2 : 1)>(result, first_row, first_column);
     }
-    // Of a block's first tile behind the first stages: in front of them all SMs' residuals keep the products waiting.
+    // Of a block's first tile, and of tiles that consumers share, behind the first stages: in front of them all SMs'
+    // residuals keep the products waiting.
     const bool fetches_late = kTmaResidual && (!kPingPong || first == block);
     const auto fetch_residual = [&] {
       if constexpr (kTmaResidual) {
@@ -414,9 +428,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     };
     const Parked parked{smem + Layout::kBytes + (consumer * 4 + warp) * Parked::kBytes};
     const auto load_moments = [&] {
-      moments.load(statistics, first_row, rows, kNormalisesX ? depth : columns, epsilon,
-                   kNorm != gemm::RowNorm::kRmsNorm);
-      look_at_moments();
+      if constexpr (kNorm != gemm::RowNorm::kNone) {
+        moments.load(statistics, first_row, rows, kNormalisesX ? depth : columns, epsilon,
+                     kNorm != gemm::RowNorm::kRmsNorm);
+        look_at_moments();
+      }
     };
     if constexpr (Rules::kBiasParked) {
       const typename Parked::Share share = Parked::load(result, first_column);
@@ -437,7 +453,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       walk.wait();
       fetch_residual();
     }
-    float sum[kRowTiles][kGroupColumns / 2];
+    float own[kParks ? 1 : kRowTiles][kParks ? 1 : kGroupColumns / 2];
+    auto& sum = choose<kParks>(kept, own);
     if constexpr (Rules::kBiasInSums) gemm::start_from_bias<Rules>(sum, result, first_column);
     gemm::SlabInputs<Rules, Element, Bias> inputs;
     const auto multiply = [&](auto tile_columns) {  // all of it for each width: no branch while products are in flight
@@ -491,21 +508,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (kParks) {
       gemm::write_tile(sum, inputs, held, parked.bias(), result, buffers, first_row, first_column, parked);
       if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
-        if (is_cancelled) parked.template repair<Rules>(operands, result, epsilon, first_row, first_column);
+        if (parked.any_cancelled()) {
+          parked.template repair<Rules>(operands, result, epsilon, first_row, first_column);
+#pragma unroll  // see `kept`
+          for (int i = 0; i < kRowTiles * kGroupColumns / 2; ++i) sum[i % kRowTiles][i / kRowTiles] = 0.0f;
+        }
       }
-      continue;
-    }
-    if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
-      if (is_cancelled) {
-        moments.compute(x, x_stride, first_row, rows, depth, epsilon);
-        gemm::multiply_again(sum, moments, operands, first_row, first_column);
+    } else {
+      if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
+        if (is_cancelled) {
+          moments.compute(x, x_stride, first_row, rows, depth, epsilon);
+          gemm::multiply_again(sum, moments, operands, first_row, first_column);
+        }
       }
-    }
-    if constexpr (kSplit > 1) {
-      Pushed{smem + Layout::kOutput}.exchange(sum, consumer * 4 + warp, rank);
-    }
-    if (finishes) {
-      gemm::write_tile(sum, inputs, held, static_cast<const Bias*>(nullptr), result, buffers, first_row, first_column, moments);
+      if constexpr (kSplit > 1) {
+        Pushed{smem + Layout::kOutput}.exchange(sum, consumer * 4 + warp, rank);
+      }
+      if (finishes) {
+        gemm::write_tile(sum, inputs, held, static_cast<const Bias*>(nullptr), result, buffers, first_row, first_column,
+                         moments);
+      }
     }
   }
   if constexpr (kTmaStore) buffers.drain();

@@ -56,7 +56,8 @@ static_assert(kBlockN == kScaledDepth, "a tile's columns have one scale");
 
 struct Rules {
   static constexpr gemm::Activation kActivation = gemm::Activation::kNone;
-  static constexpr bool kHasBias = ::kHasBias, kBiasInSums = false, kBiasParked = false, kHasResidual = false, kTmaStore = ::kTmaStore;
+  static constexpr bool kHasBias = ::kHasBias, kBiasInSums = false, kBiasParked = false;
+  static constexpr bool kHasResidual = false, kTmaStore = ::kTmaStore;
   static constexpr bool kTmaResidual = false;
   static constexpr int kBuffers = gemm::kOutputBuffers;
   static constexpr bool kGated = false, kStatistics = false;
@@ -232,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (finishes) {
       if constexpr (kColumnScales) scale_columns(sum[0], w_scale, w_scale_n, first_column, columns);
-      gemm::write_tile(sum, inputs, held, static_cast<const Bias*>(nullptr), result, buffers, first_row, first_column, gemm::RowMoments<1>{});
+      gemm::write_tile(sum, inputs, held, static_cast<const Bias*>(nullptr), result, buffers, first_row, first_column,
+                       gemm::RowMoments<1>{});
     }
   }
   if constexpr (kTmaStore) buffers.drain();

@@ -124,16 +124,17 @@ __device__ __forceinline__ float2 moments_of_rows(const float* statistics, const
   return make_float2(middle, rsqrtf((variance < 0.0f ? 0.0f : variance) + epsilon));  // a variance of NaN stays one
 }
 
-// The same of a layer norm's row from its elements, which lie side by side, in three passes: rare. Each four lanes have a row.
+// The same of a layer norm's row from its elements, which lie side by side, in three passes: rare. Each four lanes have a
+// row; part: which of the four.
 template <class Element>
-__device__ __forceinline__ float2 computed_moments(const Element* row, int columns, float epsilon) {
+__device__ __forceinline__ float2 computed_moments(const Element* row, int part, int columns, float epsilon) {
   const float inverse = 1.0f / static_cast<float>(columns);
   float sum = 0.0f, squares = 0.0f;
-  for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) sum += to_float(row[k]) * inverse;
+  for (int k = part; k < columns; k += 4) sum += to_float(row[k]) * inverse;
   float middle = quad_sum(sum), apart_of_it = 0.0f;
-  for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) apart_of_it += to_float(row[k]) - middle;
+  for (int k = part; k < columns; k += 4) apart_of_it += to_float(row[k]) - middle;
   middle += quad_sum(apart_of_it) * inverse;  // exact where all elements are equal
-  for (int k = static_cast<int>(threadIdx.x) % 4; k < columns; k += 4) {
+  for (int k = part; k < columns; k += 4) {
     const float apart = to_float(row[k]) - middle;
     squares = fmaf(apart, apart, squares);
   }
@@ -187,7 +188,8 @@ struct RowMoments {
                                           float epsilon) {
 #pragma unroll 1
     for (int i = 0; i < kRows; ++i) {
-      const float2 found = computed_moments(x + row_of(i, first_row, rows) * row_stride, columns, epsilon);
+      const float2 found = computed_moments(
+          x + row_of(i, first_row, rows) * row_stride, static_cast<int>(threadIdx.x) % 4, columns, epsilon);
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {  // an index that the compiler knows keeps the array in registers
         if (j == i) mean[j / 2][j % 2] = found.x, rstd[j / 2][j % 2] = found.y;
