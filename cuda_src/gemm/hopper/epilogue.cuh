@@ -4,12 +4,15 @@
 //
 // Rules is a struct of constants: kActivation, kHasBias, kBiasInSums (the sums have started from it), kBiasParked
 // (parked_rows.cuh), kHasResidual, kGated, kTmaStore, kTmaResidual, kVectorY, kVectorBias, kVectorResidual, kRowNorm,
-// kStatistics (those of y's rows are stored too, which takes kTmaStore). With kTmaStore a warp packs such a slab into one of its
-// two buffers in shared memory (stmatrix, swizzled), and one lane starts a TMA store, which skips rows and columns past the end; the next slab is computed meanwhile. No warp
-// waits for another. TMA writes whole units of 16 bytes, so the planner asks for it only where a row of y is a multiple of them.
-// Otherwise the lanes store pairs or single elements themselves. What a slab adds is loaded a slab ahead, the first slab's
-// beside the last products, all from L2, where it was asked for before the products; what belongs to the columns before the
-// products, where registers allow.
+// kStatistics (those of y's rows are stored too, which takes kTmaStore).
+//
+// With kTmaStore a warp packs such a slab into one of its two buffers in shared memory (stmatrix, swizzled), and one lane
+// starts a TMA store, which skips rows and columns past the end; the next slab is computed meanwhile. No warp waits for
+// another. TMA writes whole units of 16 bytes, so the planner asks for it only where a row of y is a multiple of them.
+// Otherwise the lanes store pairs or single elements themselves.
+//
+// What a slab adds is loaded a slab ahead, the first slab's beside the last products, all from L2, where it was asked for
+// before the products; what belongs to the columns before the products, where registers allow.
 //
 // With kTmaResidual a warp has a buffer for each of its slabs, into which it asks for the residual before the products, or
 // behind the first of them (TMA), and out of which it stores the result: the finish then waits for no memory.

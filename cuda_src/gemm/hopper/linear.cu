@@ -37,8 +37,8 @@
 //   kLeft, kConsumers, kMinBlocks, kPingPong, kNarrowN, kSplit, kSharers, kGated, kWeightAlongN (w is [K, N], else [N, K]),
 //   kHasBias, kHasResidual, kActivation, kRowNorm, kSpareWarps, kStatistics, kTmaStore, kTmaResidual, kVectorY,
 //   kVectorBias, kVectorResidual (1 or 2: elements an access), kProducerRegisters, kConsumerRegisters.
-// Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K (64 x 64 with kNarrowN); y_map and residual_map
-//   64 x 16, unused without kTmaStore and kTmaResidual.
+// Boxes: x_map 64 x kRowsX; w_map 64 columns x 64 along N, 64 x kBlockN / kBoxes along K (64 x 64 with kNarrowN); y_map
+//   and residual_map 64 x 16, unused without kTmaStore and kTmaResidual.
 // Dynamic shared memory: HopperLayout::kBytes (tiles.cuh); then with kTmaResidual a barrier a warp, with kSpareWarps
 //   MomentsBoard::kBytes (row_norm.cuh), with kParks ParkedRows::kBytes a warp (parked_rows.cuh).
 #include "common/constant.cuh"
