@@ -252,16 +252,6 @@ struct TileOrder {
   }
 };
 
-// The first of two variables, or the second.
-template <bool kFirst, class A, class B>
-__device__ __forceinline__ auto& choose(A& a, B& b) {
-  if constexpr (kFirst) {
-    return a;
-  } else {
-    return b;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_hopper(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                   const __grid_constant__ TensorMap y_map, const __grid_constant__ TensorMap residual_map,
@@ -389,9 +379,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if (kPingPong && consumer == 1) walk.skip(k_tiles);
   u32 round = 0;
-  // The sums of tiles that park. For the compiler a tile's sums live until the next tile's products overwrite them; where rows
-  // are computed again, zeros end that, and their registers are free.
-  float kept[kParks ? kRowTiles : 1][kParks ? kGroupColumns / 2 : 1];
   for (int first = block; first < tiles; first += kTilesPerRound * blocks, ++round) {
     const int number = kPingPong ? first + consumer * blocks : first;
     if (number >= tiles) {  // the last round is half empty; each consumer takes a turn in every round
@@ -453,8 +440,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       walk.wait();
       fetch_residual();
     }
-    float own[kParks ? 1 : kRowTiles][kParks ? 1 : kGroupColumns / 2];
-    auto& sum = choose<kParks>(kept, own);
+    float sum[kRowTiles][kGroupColumns / 2];
     if constexpr (Rules::kBiasInSums) gemm::start_from_bias<Rules>(sum, result, first_column);
     gemm::SlabInputs<Rules, Element, Bias> inputs;
     const auto multiply = [&](auto tile_columns) {  // all of it for each width: no branch while products are in flight
@@ -508,11 +494,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (kParks) {
       gemm::write_tile(sum, inputs, held, parked.bias(), result, buffers, first_row, first_column, parked);
       if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {
-        if (parked.any_cancelled()) {
-          parked.template repair<Rules>(operands, result, epsilon, first_row, first_column);
-#pragma unroll  // see `kept`
-          for (int i = 0; i < kRowTiles * kGroupColumns / 2; ++i) sum[i % kRowTiles][i / kRowTiles] = 0.0f;
-        }
+        if (is_cancelled) parked.template repair<Rules>(operands, result, epsilon, first_row, first_column);
       }
     } else {
       if constexpr (kNorm == gemm::RowNorm::kLayerNorm) {

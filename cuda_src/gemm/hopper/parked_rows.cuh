@@ -56,69 +56,31 @@ struct ParkedRows {
     park(found);
   }
 
-  __device__ __forceinline__ bool any_cancelled() const {
-    bool any = false;
-#pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) any = any || have_cancelled(of(i));
-    return __any_sync(0xffffffffu, any);
-  }
-
   // All lanes, behind the stores of a tile with rows in which too much has cancelled: these are act((x - mean) w rstd + bias),
-  // in fp32, kTogether rows at a time, for whom a weight is read once. (first_row, first_column): of the warp's part of the tile.
+  // in fp32. (first_row, first_column): of the warp's part of the tile.
   template <class Rules, class Element>
   __device__ __forceinline__ void repair(const Operands<Element>& operands, const Result<Element, Bias>& result,
                                          float epsilon, int first_row, int first_column) const {
-    constexpr int kTogether = 4, kAcross = kColumns / 32;
-    static_assert(kRows <= 32, "a lane for each row");
-    u32 opaque[1] = {static_cast<u32>(operands.depth)};  // else its reciprocal is kept through the products
-    ptx::wgmma_fence_registers(opaque);
-    const int lane = opaque_lane(), depth = static_cast<int>(opaque[0]);
-    const auto row_of = [&](int i) { return first_row + i / 16 * 64 + i % 16; };
-    const auto x_of = [&](int i) { return operands.x + min(row_of(i), result.rows - 1) * operands.x_row; };
     ptx::bulk_wait_group<0>();  // of the lane that stores: then what is written here comes later
     __syncwarp();
-    const u32 again = __ballot_sync(
-        0xffffffffu, lane < kRows && row_of(lane) < result.rows && have_cancelled(moments()[min(lane, kRows - 1)]));
-    __syncwarp();
 #pragma unroll 1
-    for (int i = 0; i < kRows; i += 8) {  // each four lanes one
-      if ((again >> i & 0xffu) == 0) continue;
-      const int own = i + lane / 4;
-      const float2 found = computed_moments(x_of(own), lane % 4, depth, epsilon);
-      if (lane % 4 == 0 && (again >> own & 1) != 0) moments()[own] = found;
-    }
-    __syncwarp();
+    for (int i = 0; i < kRows; ++i) {
+      const int row = first_row + i / 16 * 64 + i % 16;
+      if (row >= result.rows || !have_cancelled(moments()[i])) continue;
+      const Element* const x = operands.x + row * operands.x_row;
+      const float2 found = computed_moments(x, static_cast<int>(threadIdx.x) % 4, operands.depth, epsilon);
+      const int end = min(first_column + kColumns, result.columns);
 #pragma unroll 1
-    for (int i = 0; i < kRows; i += kTogether) {
-      if ((again >> i & ((1u << kTogether) - 1)) == 0) continue;
-      float sum[kTogether][kAcross] = {};
+      for (int column = first_column + static_cast<int>(threadIdx.x) % 32; column < end; column += 32) {
+        float value = 0.0f;
 #pragma unroll 1
-      for (int k = 0; k < depth; ++k) {
-        float factor[kAcross];
-#pragma unroll
-        for (int c = 0; c < kAcross; ++c) {
-          const int column = min(first_column + c * 32 + lane, result.columns - 1);
-          factor[c] = to_float(operands.w[k * operands.w_k + column * operands.w_n]);
+        for (int k = 0; k < operands.depth; ++k) {
+          const float factor = to_float(operands.w[k * operands.w_k + column * operands.w_n]);
+          value = fmaf(to_float(x[k]) - found.x, factor, value);
         }
-#pragma unroll
-        for (int r = 0; r < kTogether; ++r) {
-          const float value = to_float(x_of(i + r)[k]) - moments()[i + r].x;
-#pragma unroll
-          for (int c = 0; c < kAcross; ++c) sum[r][c] = fmaf(value, factor[c], sum[r][c]);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kTogether; ++r) {
-        if ((again >> (i + r) & 1) == 0) continue;
-        Element* const y = result.y.data + result.y.row_offset(row_of(i + r));
-#pragma unroll
-        for (int c = 0; c < kAcross; ++c) {
-          const int at = c * 32 + lane, column = first_column + at;
-          if (column >= result.columns) continue;
-          float value = sum[r][c] * moments()[i + r].y;
-          if constexpr (Rules::kHasBias) value += to_float(bias()[at]);
-          y[column * result.y.column_stride] = finished<Rules, Element>(value);
-        }
+        value *= found.y;
+        if constexpr (Rules::kHasBias) value += to_float(bias()[column - first_column]);
+        result.y.data[result.y.row_offset(row) + column * result.y.column_stride] = finished<Rules, Element>(value);
       }
     }
   }
