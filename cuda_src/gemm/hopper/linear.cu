@@ -87,8 +87,12 @@ constexpr int kBuffers = !kTmaResidual || kSlabs <= gemm::kOutputBuffers ? gemm:
 constexpr int kFetchedFirst = kSlabs < kBuffers ? kSlabs : kBuffers;  // slabs of the residual; the others follow
 static_assert(!kTmaResidual || (kHasResidual && kTmaStore && kSplit == 1), "slabs of a residual that TMA can bring");
 
+constexpr gemm::RowNorm kNorm = static_cast<gemm::RowNorm>(kRowNorm);
+constexpr bool kNormalisesX = kNorm == gemm::RowNorm::kLayerNorm || kNorm == gemm::RowNorm::kRmsNorm;
+constexpr bool kNormalisesResidual = kNorm == gemm::RowNorm::kResidual;
+
 // Wide tiles whose rows are normalised: what a finish reads waits for it in shared memory, for the sums leave no registers.
-constexpr bool kParks = kRowTiles * kGroupColumns > 256 && (kRowNorm == 1 || kRowNorm == 2);
+constexpr bool kParks = kNormalisesX && kRowTiles * kGroupColumns > 256;
 
 // The epilogue; the names are the prelude's.
 struct Rules {
@@ -97,18 +101,14 @@ struct Rules {
   static constexpr bool kTmaResidual = ::kTmaResidual;
   static constexpr int kBuffers = ::kBuffers;
   static constexpr bool kGated = ::kGated, kStatistics = ::kStatistics;
-  static constexpr gemm::RowNorm kRowNorm = static_cast<gemm::RowNorm>(::kRowNorm);
+  static constexpr gemm::RowNorm kRowNorm = kNorm;
   // Of tiles that consumers share, whose finish is beside nothing; not where a norm scales the sums, or two blocks add them
   // up. Beside another's products the moves cost more than additions in the finish.
-  static constexpr bool kBiasInSums = kHasBias && !kPingPong && kSplit == 1 && kRowNorm != gemm::RowNorm::kLayerNorm &&
-                                      kRowNorm != gemm::RowNorm::kRmsNorm;
+  static constexpr bool kBiasInSums = kHasBias && !kPingPong && kSplit == 1 && !kNormalisesX;
   static constexpr bool kBiasParked = kParks && kHasBias;
   static constexpr int kVectorY = ::kVectorY, kVectorBias = ::kVectorBias, kVectorResidual = ::kVectorResidual;
 };
 
-constexpr gemm::RowNorm kNorm = Rules::kRowNorm;
-constexpr bool kNormalisesX = kNorm == gemm::RowNorm::kLayerNorm || kNorm == gemm::RowNorm::kRmsNorm;
-constexpr bool kNormalisesResidual = kNorm == gemm::RowNorm::kResidual;
 static_assert(kSplit == 1 || kNorm == gemm::RowNorm::kNone, "a warp finishes the rows that it multiplies");
 // What belongs to a tile's columns is loaded before its products, where registers allow: a finish that nothing hides waits
 // for no memory. Else that of its first slab, beside the last products.
